@@ -17,23 +17,9 @@ from harness.config.errors import UserError
 from harness.config.schema import EngineDevice
 from harness.console import install_hint
 
-ROOTS = (  # packages that a record depends on; a change to the report or the command line makes no new points
-    *("engine", "traces", "paged_kernels"),
-    *(
-        f"harness.{package}"
-        for package in (
-            "replay",
-            "cost",
-            "compiled",
-            "workload",
-            "oracle",
-            "measure",
-            "calibrate",
-            "point",
-            "metrics",
-        )
-    ),
-)
+# Packages that a record depends on; a change to the report or the command line makes no new points.
+_OURS = ("replay", "cost", "compiled", "workload", "oracle", "measure", "calibrate", "point", "metrics")
+ROOTS = ("engine", "traces", "paged_kernels", *(f"harness.{package}" for package in _OURS))
 SOURCES = (".py", ".c", ".h")
 ENGINE = ("torch", "transformers")  # the extra `engine`
 SERVER = (*ENGINE, "fastapi", "uvicorn", "prometheus_client")  # the extra `serve`

@@ -71,9 +71,8 @@ def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int
             names[name] = max(names.get(name, 0), tokens)
     depth, together = 1, [list(names)]
     while together:
-        groups: dict[
-            tuple[int, bytes], list[tuple[int, int]]
-        ] = {}  # names whose first `depth` tokens are equal
+        # names whose first `depth` tokens are equal
+        groups: dict[tuple[int, bytes], list[tuple[int, int]]] = {}
         for number, group in enumerate(together):
             for name in group:
                 made = segment_ids(name, depth, vocab_size, first_id).tobytes()

@@ -96,9 +96,8 @@ class TraceHeader:
     format: str
     source: str  # file name without folders, or a description of the generator
     key_kind: str  # 'chained' or 'content'
-    source_block_tokens: (
-        int | None
-    )  # sharing is known at multiples of it only; None: token-exact or no sharing
+    # sharing is known at multiples of it only; None: token-exact or no sharing
+    source_block_tokens: int | None
     clock_quantum_us: int  # resolution of the recorded arrivals
     sha256: str  # of the file's bytes, or of the generator's specification
     rows_read: int

@@ -42,8 +42,8 @@ HASH_FUNCTIONS: dict[HashAlgorithm, Callable[[bytes], _RunningHash]] = {
 }
 
 
+# By block: the items (pictures, sounds) that lie in it, and where each begins, counted from the block's beginning.
 ItemKeys = Mapping[int, Sequence[tuple[str, int]]]
-"""By block: the items (pictures, sounds) that lie in it, and where each begins, counted from the block's beginning."""
 
 
 class _BlockHasher(ABC):
@@ -223,8 +223,8 @@ class CborHasher(_BlockHasher):
             self.hashes.append(self._before)
 
 
+# An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block.
 BlockHash = Hashable
-"""An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block."""
 
 _TOKEN_BYTES = 4
 _PREFIXES = 64  # of a trace; some 25 MB where each has 100,000 tokens

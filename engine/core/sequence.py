@@ -21,8 +21,8 @@ from engine.core.options import Decoding
 from engine.core.plan import IntArray
 from engine.core.request import Request
 
+# By table index: blocks that only their own request can use, with their private hashes, the oldest first.
 PrivateBlocks = dict[int, dict[int, int]]
-"""By table index: blocks that only their own request can use, with their private hashes, the oldest first."""
 
 
 class StepClock:

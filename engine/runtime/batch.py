@@ -43,9 +43,8 @@ class StepBatch:
     slots: torch.Tensor  # [tokens], the KV slot of each token
     layout: StepLayout
     sampled: tuple[Row, ...]
-    logit_index: (
-        torch.Tensor
-    )  # [sampled + scored], flat positions: the last token of each sampled row, and scored
+    # [sampled + scored], flat positions: the last token of each sampled row, and scored
+    logit_index: torch.Tensor
     scored: tuple[ScoredSpan, ...] = ()  # parts of prompts whose log-probabilities are wanted
     groups: tuple[tuple[StepLayout, torch.Tensor], ...] = ()  # layout and slots in each group of layers
 

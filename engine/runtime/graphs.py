@@ -113,7 +113,6 @@ class GraphRecorder(Protocol):
 
     def record(self, run: ForwardPass) -> ForwardPass:
         """A replay of `run`, which must read and write the same tensors every time."""
-        ...
 
 
 class EagerRecorder:

@@ -29,8 +29,8 @@ from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
 from engine.runtime.kv_pool import KVPool, LayerShape, SlotMarks, memory_on
 
+# The window of a layer with a state: a token needs what stands at the token before it.
 SEES_ITS_STATE = 2
-"""The window of a layer with a state: a token needs what stands at the token before it."""
 UNWRITTEN = -1
 
 
@@ -120,8 +120,8 @@ class GroupView(PageView):
         return torch.isfinite(self.keys[self.layers[0]][pages, slots, 0, 0])
 
 
+# What the attention of a step reads and writes: K and V of all layers, or of those of one group.
 CacheTensors = KVPool | GroupView
-"""What the attention of a step reads and writes: K and V of all layers, or of those of one group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +208,8 @@ def new_ends(layers: int, places: int) -> IntArray:
     return np.full((layers, places), UNWRITTEN, dtype=np.int64)
 
 
+# The owner of a page that no group has written since it became void.
 NOBODY = -1
-"""The owner of a page that no group has written since it became void."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,9 +111,8 @@ class KVPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        wanted = [
-            shape for layer in shapes for shape in layer
-        ]  # K of layer 0, V of layer 0, K of layer 1, ...
+        # K of layer 0, V of layer 0, K of layer 1, ...
+        wanted = [shape for layer in shapes for shape in layer]
         self._stacks = {
             shape: memory_on(device, (wanted.count(shape), num_blocks + 1, block_size, *shape), stored)
             for shape in dict.fromkeys(wanted)

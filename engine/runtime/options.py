@@ -93,13 +93,11 @@ class EngineOptions:
     copy_at_fork: bool = False  # branches never share a block
     placement: Placement | str = Placement.first_fit  # of contiguous reservations
     groups: GroupPages | str = GroupPages.off  # how layers that keep different things share the memory
-    window_hits: WindowHits | str = (
-        WindowHits.window
-    )  # with groups: what a prefix hit needs of windowed layers
+    # with groups: what a prefix hit needs of windowed layers
+    window_hits: WindowHits | str = WindowHits.window
     behind_first: bool = False  # with groups: evict what a window has left first
-    state_every: int | None = (
-        None  # tokens between kept states, but for groups=uniform; None: at each block's end
-    )
+    # tokens between kept states, but for groups=uniform; None: at each block's end
+    state_every: int | None = None
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
     kv_dtype: KVDtype | str = KVDtype.model  # in 8 bits the pool holds two or four times the tokens

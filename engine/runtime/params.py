@@ -115,9 +115,8 @@ class SamplingParams:
     bad_words: Sequence[str] = ()  # texts that must not appear in the output
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
-    truncate_prompt_tokens: int | None = (
-        None  # keep only so many last tokens of the prompt; -1: as many as fit
-    )
+    # keep only so many last tokens of the prompt; -1: as many as fit
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE

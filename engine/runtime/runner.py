@@ -38,14 +38,7 @@ from engine.runtime.batch import (
     check_step,
     check_units,
 )
-from engine.runtime.decoding.choose import (
-    NO_TOKEN,
-    ChosenTokens,
-    ForwardOutput,
-    TokenChooser,
-    forward_output,
-    note_prompt_logprobs,
-)
+from engine.runtime.decoding import choose
 from engine.runtime.decoding.generation import Generation
 from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
@@ -85,8 +78,8 @@ class Drafter:
         for ahead in range(max((row.drafts for row in drafting), default=0)):
             unfinished = [_one_token(row, ahead) for row in drafting if row.drafts > ahead]
             batch, logits = self._run(unfinished, generations)
-            tokens = forward_output(logits).tokens.tolist()
-            if NO_TOKEN in tokens:
+            tokens = choose.forward_output(logits).tokens.tolist()
+            if choose.NO_TOKEN in tokens:
                 raise NaNLogitsError(f"step {step}: NaN in the logits of the draft model {self._draft.name}")
             for row, token in zip(batch.sampled, tokens, strict=True):
                 generations[row.request_id].propose(row.context_len + 1, token)
@@ -193,7 +186,7 @@ class Runner:
         self._loaded = loaded
         self._poisons = audit != "off"
         self._audit_every = {"off": 0, "sampled": audit_every, "full": 1}[audit]
-        self._chooser = TokenChooser(seed, temperature)
+        self._chooser = choose.TokenChooser(seed, temperature)
         self._clock = clock
         self._on_cuda = loaded.device.type == "cuda"
         self._timer: AttentionTimer = CudaTimer() if self._on_cuda else ClockTimer(clock)
@@ -306,7 +299,7 @@ class Runner:
         metadata = attention_metadata(batch.layout, pool, workspace, self.backend)
         return PagedStep(metadata, batch.slots, pool, self._timer)
 
-    def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> ForwardOutput:
+    def _forward(self, batch: StepBatch, paged: LayerAttention | None) -> choose.ForwardOutput:
         """Run the model over a batch, outside of graphs."""
         assert paged is not None
         with ExitStack() as hooks:
@@ -315,7 +308,7 @@ class Runner:
                 if self._loaded.latent_shapes:
                     hooks.enter_context(latents(self._loaded.model))
             ids, positions = batch.input_ids, batch.position_ids
-            return forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
+            return choose.forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
 
     def _witness(self, step: int, rows: Sequence[Row], batch: StepBatch, audits: bool) -> float:
         """Note the writes of every group, and check a step that is audited; returns the seconds of that."""
@@ -328,11 +321,11 @@ class Runner:
             check_step(step, rows, batch, self.pool)
         return self._clock() - start
 
-    def _choose(self, plan: StepPlan, batch: StepBatch, output: ForwardOutput) -> ChosenTokens:
+    def _choose(self, plan: StepPlan, batch: StepBatch, output: choose.ForwardOutput) -> choose.ChosenTokens:
         rows = len(batch.sampled)
-        note_prompt_logprobs(batch.scored, output.logits[rows:], self._generations)
+        choose.note_prompt_logprobs(batch.scored, output.logits[rows:], self._generations)
         if not rows:
-            return ChosenTokens()
+            return choose.ChosenTokens()
         choice = self._chooser.choose(plan.step, batch.sampled, output.first(rows), self._generations)
         if choice.failed and not self._isolate:
             raise next(iter(choice.failed.values()))

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
 
 _FIELD = "structured_outputs"
 MAX_CHOICES = 1024
-MAX_REGEX = (
-    10_000  # characters; and repetitions of one place: a hundred times as many take seconds for one mask
-)
+# characters; and repetitions of one place: a hundred times as many take seconds for one mask
+MAX_REGEX = 10_000
 _PART = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d{1,18})(?:,(\d{1,18})?)?\}|.", re.DOTALL)
 _NEVER = float("-inf")
 _BYTES = 256
@@ -241,9 +240,8 @@ class Constraint:
         path = self._paths.setdefault(branch, _Path(self._start.deep_copy()))
         pairs = enumerate(zip(path.read, output, strict=False))
         shorter = min(len(path.read), len(output))
-        same = next(
-            (index for index, (read, token) in pairs if read != token), shorter
-        )  # equal at the beginning
+        # equal at the beginning
+        same = next((index for index, (read, token) in pairs if read != token), shorter)
         if same < len(path.read) and not path.matcher.rollback(len(path.read) - same):
             path.matcher, same = self._start.deep_copy(), 0
         new = list(output[same:])

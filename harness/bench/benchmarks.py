@@ -14,16 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness.bench.calls import (
-    CLOCK,
-    build,
-    cache_bytes,
-    ceilings,
-    checked_runs,
-    copies_past_cache,
-    known_providers,
-    prepare_rounds,
-)
+from harness.bench import calls
 from harness.bench.cases import KernelCase
 from harness.bench.results import Problem, ProblemKind, kind_of, note, read_problems, read_settings, shortened
 from harness.cost.timings import OURS
@@ -79,19 +70,21 @@ class Inputs:
             self._spec, self.cases, self.exact = spec, [], None
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # what the last case's graphs held
-            count = copies_past_cache(spec.distinct_kv_bytes, cache_bytes(self.device))
-            self.cases = [build(spec, self.device, seed) for seed in range(count)]
+            count = calls.copies_past_cache(spec.distinct_kv_bytes, calls.cache_bytes(self.device))
+            self.cases = [calls.build(spec, self.device, seed) for seed in range(count)]
             self.exact = exact_output(self.cases[0])
         return self.cases
 
 
 def test_ceiling(benchmark: Any, settings: dict[str, Any], device: torch.device, ceiling: str) -> None:
     """Time one ceiling: the most that the device can do, measured in the same run."""
-    one = next(found for found in ceilings(device) if found.name == ceiling)
-    rounds = prepare_rounds([one.run], device, capturable=True)
+    one = next(found for found in calls.ceilings(device) if found.name == ceiling)
+    rounds = calls.prepare_rounds([one.run], device, capturable=True)
     benchmark.group = "ceiling"
     benchmark.extra_info.update(bytes=one.moved_bytes, flops=one.flops, how=rounds.how)
-    benchmark.pedantic(lambda: CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
+    benchmark.pedantic(
+        lambda: calls.CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2
+    )
 
 
 def test_attention(
@@ -103,14 +96,14 @@ def test_attention(
     provider: str,
 ) -> None:
     """One case by one provider. Its output is checked first, then its time is measured."""
-    found = known_providers(settings["user_function"])[provider]
+    found = calls.known_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
     _skip_if_late(spec.name, provider, settings["until"], Path(settings["problems"]))
     _skip_if_hopeless(provider, Path(settings["problems"]))
     with _noting(spec.name, provider, Path(settings["problems"])):
         cases = built.of(spec)
-        runs, error = checked_runs(found, cases, built.exact)
-        rounds = prepare_rounds(runs, device, capturable=found.capturable)
+        runs, error = calls.checked_runs(found, cases, built.exact)
+        rounds = calls.prepare_rounds(runs, device, capturable=found.capturable)
         case = cases[0]
         benchmark.group = spec.name
         benchmark.extra_info.update(
@@ -123,7 +116,9 @@ def test_attention(
             flat_bytes=case.kv_bytes + case.io_bytes,
             flops=case.flops,
         )
-        benchmark.pedantic(lambda: CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2)
+        benchmark.pedantic(
+            lambda: calls.CLOCK.advance(rounds.round()), rounds=settings["rounds"], warmup_rounds=2
+        )
 
 
 def _skip_if_late(case: str, provider: str, until: float | None, file: Path) -> None:

@@ -1,34 +1,25 @@
 """The timed attention calls: a case as plain numbers, grids of cases, presets, and the options that choose them.
 
-The presets `full-*` are the large grids for a GPU. Their order is fixed and looks random: a run that is stopped early
-has then left out some of every axis. Nothing heavy is imported.
+The presets are in presets.toml. Nothing heavy is imported.
 """
 
 import argparse
 import hashlib
+import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from harness.config.errors import UserError
 
 DTYPES = ("bf16", "fp16", "fp32", "fp8_e4m3", "fp8_e5m2")
 LAYOUTS = ("NHD", "HND")
+# Largest KV of one call, in bytes. With the copies that other providers make it takes a few times as much.
 MOST_KV_BYTES = 4.4e9
-"""Largest KV of one call, in bytes. With the copies that other providers make it takes a few times as much."""
+# Largest queries x keys x heads of one sequence. The float64 reference of a prefill holds several such matrices.
 MOST_SCORES = 2**29
-"""Largest queries x keys x heads of one sequence. The float64 reference of a prefill holds several such matrices."""
-HEADS = ((32, 32), (32, 8), (64, 8))
-"""Query and KV heads: groups of 1, 4 and 8."""
-CONTEXTS = (1024, 4096, 16_384, 32_768, 131_072)
-OWN_TOKENS = 128
-"""Tokens of each sequence after a shared prefix."""
-BEAM_TOKENS = 32
-"""Tokens of each beam after the shared text."""
-_BF16: Mapping[str, Sequence[Any]] = {"block_size": [16], "head_dim": [128], "dtype": ["bf16"]}
-Axes = Mapping[str, Sequence[Any]]
-MHA, GQA, MQA = (32, 32), (32, 8), (32, 1)
 _AXES: tuple[tuple[str, str, str, str], ...] = (  # option, field, kind, what it is
     ("batch", "batch", "int", "sequences"),
     ("context", "context", "int", "cached tokens per sequence, the queries' own included"),
@@ -146,58 +137,21 @@ def _case(values: dict[str, Any]) -> KernelCase:
     return KernelCase(heads=heads, kv_heads=kv_heads, **values)
 
 
-def full_decode() -> list[KernelCase]:
-    """Batch 1 to 256, context 1k to 128k, groups 1, 4 and 8; neighbours of 12 rows for cliffs; ragged lengths."""
-    grid = expand({"batch": [1, 8, 32, 64, 128, 256], "context": CONTEXTS, "heads": HEADS, **_BF16})
-    cliffs = expand({"batch": [11, 12, 13], "context": [16_384], "heads": [(32, 8)], **_BF16})
-    ragged = expand({"batch": [32], "context": [4096], "ragged": [True], "heads": HEADS, **_BF16})
-    return _spread([*grid, *cliffs, *ragged])
+def presets() -> dict[str, Any]:
+    """What presets.toml says, by the name of the prepared grid."""
+    return tomllib.loads(Path(__file__).with_name("presets.toml").read_text(encoding="utf-8"))
 
 
-def full_blocks() -> list[KernelCase]:
-    """Block sizes 1 to 256 at two shapes; the kernels' tile does not depend on the block size."""
-    sizes = [1, 8, 16, 32, 64, 128, 256]
-    wide = expand({"batch": [32], "context": [4096], "heads": [(32, 8)], **_BF16, "block_size": sizes})
-    long = expand({"batch": [8], "context": [16_384], "heads": [(32, 8)], **_BF16, "block_size": sizes})
-    return [*wide, *long]
-
-
-def full_prefill() -> list[KernelCase]:
-    """Whole prompts, and chunks of prompts after a cached prefix."""
-    sizes: Axes = {"batch": [1, 4], "heads": [(32, 32), (32, 8)], **_BF16}
-    pairs = [(4096, 4096), (2048, 4096), (2048, 8192), (512, 4096), (512, 16_384), (512, 32_768), (128, 8192)]
-    return _spread(
-        case
-        for queries, context in pairs
-        for case in expand({**sizes, "queries": [queries], "context": [context]})
+def preset(name: str) -> list[KernelCase]:
+    """The cases of a prepared grid."""
+    found = presets()[name]
+    every, *grids = (
+        dict(pair.split("=") for pair in line.split()) for line in (found["every"], *found["grids"])
     )
-
-
-def full_cascade() -> list[KernelCase]:
-    """2 to 256 sequences that share 128 to 32k tokens, and 2 to 8 beams of one request."""
-    lengths = (128, 256, 512, 1024, 2048, 4096, 8192, 32_768)
-    sequences = [case for shared in lengths for case in _sharing((2, 4, 8, 16, 64, 256), shared, OWN_TOKENS)]
-    texts = (256, 1024, 4096, 16_384)
-    beams = [case for shared in texts for case in _sharing((2, 4, 8), shared, BEAM_TOKENS)]
-    return _spread([*sequences, *beams])
-
-
-def full_flex() -> list[KernelCase]:
-    """A few shapes for a provider that compiles each of them for about ten seconds."""
-    wide = expand({"batch": [32], "context": [4096], "heads": [(32, 8)], **_BF16, "block_size": [16, 128]})
-    long = expand({"batch": [8], "context": [16_384], "heads": [(32, 8)], **_BF16, "block_size": [64]})
-    return [*wide, *long]
-
-
-def _sharing(batches: Iterable[int], shared: int, own: int) -> list[KernelCase]:
-    lengths = {"context": [shared + own], "shared_prefix": [shared]}
-    return expand({"batch": list(batches), **lengths, "heads": [(32, 8)], **_BF16})
-
-
-def _spread(cases: Iterable[KernelCase]) -> list[KernelCase]:
-    """The cases that fit, each once, ordered by the digest of their names, so that a cut-off run covers all axes."""
-    fitting = [case for case in unique(cases) if _fits(case)]
-    return sorted(fitting, key=lambda case: hashlib.blake2b(case.name.encode()).digest())
+    cases = unique(case for grid in grids for case in expand(_axes(every | grid)))
+    if not found.get("spread"):
+        return cases
+    return sorted(filter(_fits, cases), key=lambda case: hashlib.blake2b(case.name.encode()).digest())
 
 
 def _fits(case: KernelCase) -> bool:
@@ -205,65 +159,9 @@ def _fits(case: KernelCase) -> bool:
     return case.distinct_kv_bytes <= MOST_KV_BYTES and (case.queries == 1 or scores <= MOST_SCORES)
 
 
-FULL: Mapping[str, Callable[[], list[KernelCase]]] = {
-    "full-decode": full_decode,
-    "full-blocks": full_blocks,
-    "full-prefill": full_prefill,
-    "full-cascade": full_cascade,
-    "full-flex": full_flex,
-}
-
-
-def cpu() -> list[KernelCase]:
-    """The torch paths at sizes for a CPU; about a minute on two cores."""
-    small: Axes = {"heads": [(16, 4)], "head_dim": [64], "dtype": ["fp32"]}
-    sixteen: Axes = {"block_size": [16]}
-    return unique(
-        [
-            *expand({"batch": [1, 8], "context": [256, 1024], "block_size": [16], **small}),
-            *expand({"batch": [8], "context": [1024], "block_size": [8, 32, 64, 128], **small}),
-            *expand({"batch": [8], "context": [1024], "block_size": [16], "ragged": [True], **small}),
-            *expand({"batch": [8], "context": [1024], **sixteen, "shared_prefix": [512, 768], **small}),
-            *expand({"batch": [1], "context": [512], "block_size": [16], "queries": [256], **small}),
-        ]
-    )
-
-
-def gpu() -> list[KernelCase]:
-    """Every axis once around a case that saturates the memory of a large GPU; takes some minutes."""
-    model: Axes = {"heads": [GQA], "head_dim": [128], "dtype": ["bf16"]}
-    wide: Axes = {"batch": [32], "context": [4096]}
-    return unique(
-        [
-            *expand({**wide, "block_size": [1, 8, 16, 32, 64, 128, 256], **model}),
-            *expand({**wide, "block_size": [16, 128], "layout": ["HND"], **model}),
-            *expand({"batch": [1, 8, 11, 13, 64], "context": [1024, 8192], "block_size": [16], **model}),
-            *expand({"batch": [1], "context": [32768, 131072], "block_size": [16], **model}),
-            *expand({**wide, "block_size": [16], "ragged": [True], **model}),
-            *expand({**wide, "block_size": [16], **model, "heads": [MHA, MQA]}),
-            *expand({**wide, "block_size": [16], **model, "head_dim": [64, 256]}),
-            *expand({**wide, "block_size": [16], **model, "dtype": ["fp16", "fp8_e4m3"]}),
-            *expand({**wide, "block_size": [16], "shared_prefix": [256, 1024, 2048, 3584], **model}),
-            *expand({"batch": [4], "context": [4096], "queries": [512, 4096], "block_size": [16], **model}),
-        ]
-    )
-
-
 def gate() -> list[KernelCase]:
-    """The cases of the latency gate: large ones that memory limits, small ones that launches limit."""
-    model: Axes = {"heads": [GQA], "head_dim": [128], "dtype": ["bf16"]}
-    return unique(
-        [
-            *expand({"batch": [32], "context": [4096], "block_size": [16, 64, 128], **model}),
-            *expand({"batch": [1, 12], "context": [1024, 32768], "block_size": [16], **model}),
-            *expand({"batch": [32], "context": [4096], "block_size": [16], "ragged": [True], **model}),
-            *expand({"batch": [32], "context": [2048], "block_size": [16], **model, "heads": [MHA]}),
-            *expand({"batch": [4], "context": [4096], "queries": [2048], "block_size": [16], **model}),
-        ]
-    )
-
-
-PRESETS = {"cpu": cpu, "gpu": gpu, "gate": gate, **FULL}
+    """The cases of the latency gate."""
+    return preset("gate")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -271,7 +169,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     axes = parser.add_argument_group("axes of the grid (lists with commas)")
     for option, field, _, what in _AXES:
         axes.add_argument(f"--{option}", dest=field, metavar="A,B", help=what)
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="a prepared grid; default: the device's")
+    parser.add_argument("--preset", choices=sorted(presets()), help="a prepared grid; default: the device's")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--provider", metavar="A,B", help="only these (our own always runs)")
     parser.add_argument("--function", metavar="MODULE:NAME", help="a function of yours as one more provider")
@@ -303,23 +201,29 @@ def chosen_cases(flags: argparse.Namespace) -> list[KernelCase]:
             raise UserError(f"--{option} is {getattr(flags, option)}, must be at least 1")
     if flags.seconds is not None and not flags.seconds > 0:
         raise UserError(f"--seconds is {flags.seconds:g}, must be above 0")
-    given = {field: getattr(flags, field) for _, field, _, _ in _AXES if getattr(flags, field) is not None}
+    given = {option: text for option, field, *_ in _AXES if (text := getattr(flags, field)) is not None}
     if given and flags.preset:
         other = next(iter(given))
         raise UserError(f"--preset {flags.preset} is a whole grid; leave out --{other}, or the preset")
     device = chosen_device(flags)
     if not given:
-        return PRESETS[flags.preset or ("gpu" if device == "cuda" else "cpu")]()
+        return preset(flags.preset or ("gpu" if device == "cuda" else "cpu"))
     plain = KernelCase() if device == "cuda" else KernelCase(heads=16, kv_heads=4, head_dim=64, dtype="fp32")
     defaults: dict[str, list[Any]] = {"heads": [(plain.heads, plain.kv_heads)]}
     defaults |= {"head_dim": [plain.head_dim], "dtype": [plain.dtype]}
-    kinds = {field: (option, _KINDS[kind]) for option, field, kind, _ in _AXES}
-    return expand(defaults | {field: _values(text, *kinds[field]) for field, text in given.items()})
+    return expand(defaults | _axes(given))
 
 
-def _values(text: str, option: str, read: Callable[[str], list[Any]]) -> list[Any]:
+def _axes(given: Mapping[str, str]) -> dict[str, list[Any]]:
+    """The values of each axis from texts by option."""
+    return {
+        field: _values(given[option], option, kind) for option, field, kind, _ in _AXES if option in given
+    }
+
+
+def _values(text: str, option: str, kind: str) -> list[Any]:
     try:
-        return [value for part in text.split(",") for value in read(part.strip())]
+        return [value for part in text.split(",") for value in _KINDS[kind](part.strip())]
     except ValueError as error:
         raise UserError(f"--{option} {text}: {error}") from error
 

@@ -181,8 +181,7 @@ def draw_shared_prefix(table: "pd.DataFrame") -> Picture:
     figure.legend(*panel.get_legend_handles_labels(), loc="outside right upper", title="sequences × tokens")
     caption = (
         "Speed-up from reading a shared prefix once for all sequences: by the cost rule (full marks), always (hollow "
-        "marks), and the limit that the saved bytes set (dotted): "
-        "context / (prefix / sequences + own tokens)."
+        "marks), and the limit that the saved bytes set (dotted): context / (prefix / sequences + own tokens)."
     )
     if len(cases) > MOST_PREFIX_CASES:
         caption += f" Shown: the {MOST_PREFIX_CASES} largest of {len(cases)} cases; the data file has all."

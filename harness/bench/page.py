@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bench.results import Problem, ProblemKind, Timing, TimingRow, ceilings_of, read_problems, rows_of
 from harness.cost.timings import COLUMNS, OURS, Ceilings, KernelRun, KernelRunError, MadeOn, read_run
-from harness.report.page import ExtraSection, SectionMaker
+from harness.report.page import ExtraSection, SectionMaker, in_page
 from harness.report.study import Study
-from harness.report.style import Drawing, Picture, filled, inline
+from harness.report.style import Drawing, Picture, csv_bytes, drawing_files, filled
 from harness.report.tables import Table
 from harness.store.atomic import write_files
 
@@ -53,7 +53,7 @@ def build_page(
             complete=not wrong,
             completeness=_completeness(table, wrong),
             scope=scope(table),
-            figures=[_shown(picture, svgs) for picture in drawn],
+            figures=[in_page(picture, svgs) for picture in drawn],
             head=case_head(table),
             rows=list(case_rows(table)),
             notes=[
@@ -89,15 +89,6 @@ def facts(limits: Ceilings, made_on: MadeOn) -> list[tuple[str, str]]:
 def _completeness(table: "pd.DataFrame", wrong: Sequence[Problem]) -> list[str]:
     cases, providers = table["name"].nunique(), table["provider"].nunique()
     return [f"{cases} cases by {providers} providers were checked and timed.", *map(_line, wrong)]
-
-
-def _shown(picture: Picture, svgs: Mapping[str, bytes]) -> dict[str, Any]:
-    from markupsafe import Markup
-
-    if isinstance(picture, Drawing):
-        svg = Markup(inline(svgs[picture.name], picture.name, picture.caption))
-        return {"name": picture.name, "svg": svg, "caption": picture.caption}
-    return {"name": picture.name, "svg": "", "reason": picture.reason}
 
 
 def _others(table: "pd.DataFrame") -> list[str]:
@@ -140,7 +131,7 @@ def write_run(
 ) -> Path:
     """Write everything except the raw samples, which exist already; returns the page's path."""
     from harness.bench.figures import pictures
-    from harness.report.style import Drawing, pdf_bytes, style, svg_bytes
+    from harness.report.style import style
 
     table = table_of(rows_of(timings), facts)
     files: dict[str, bytes] = {}
@@ -148,13 +139,11 @@ def write_run(
         drawn = list(pictures(table, ceilings_of(timings)))
         for picture in drawn:
             if isinstance(picture, Drawing):
-                files[f"{picture.name}.svg"] = svg_bytes(picture.figure, picture.name)
-                files[f"{picture.name}.pdf"] = pdf_bytes(picture.figure)
-                files[f"{picture.name}.csv"] = _csv(picture.data)
+                files |= drawing_files(picture, digits=6)
     write_files(out / "figures", files)
     svgs = {name.removesuffix(".svg"): data for name, data in files.items() if name.endswith(".svg")}
     page = build_page(table, ceilings_of(timings), drawn, svgs, problems, absent, facts)
-    tables = {"kernels.csv": _csv(table), "kernels.parquet": table.to_parquet(index=False)}
+    tables = {"kernels.csv": csv_bytes(table, digits=6), "kernels.parquet": table.to_parquet(index=False)}
     write_files(out, {**tables, "index.html": page.encode()})
     return out / "index.html"
 
@@ -164,10 +153,6 @@ def table_of(rows: Sequence[TimingRow], facts: MadeOn) -> "pd.DataFrame":
     import pandas as pd
 
     return pd.DataFrame([{**row.flat(), **facts.values()} for row in rows], columns=list(COLUMNS))
-
-
-def _csv(table: "pd.DataFrame") -> bytes:
-    return table.to_csv(index=False, float_format="%.6g", lineterminator="\n").encode()
 
 
 KEY, TITLE = "kernels", "Attention kernels, timed alone"

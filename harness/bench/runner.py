@@ -5,16 +5,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.bench import results
 from harness.bench.cases import KernelCase, chosen_device
-from harness.bench.results import (
-    Problem,
-    ProblemKind,
-    made_on,
-    read_problems,
-    rows_of,
-    run_session,
-    table_lines,
-)
 from harness.config.errors import UserError
 from harness.config.paths import check_out
 from harness.console import remark, say
@@ -48,15 +40,17 @@ def run_cases(cases: Sequence[KernelCase], flags: argparse.Namespace) -> int:
         "problems": str(notes.resolve()),
         "until": None if flags.seconds is None else time.time() + flags.seconds,
     }
-    timings = run_session(TIMINGS, settings, out / "kernels.json", timer=CLOCK)
-    problems = read_problems(notes)
-    for line in table_lines(rows_of(timings)):
+    timings = results.run_session(TIMINGS, settings, out / "kernels.json", timer=CLOCK)
+    problems = results.read_problems(notes)
+    for line in results.table_lines(results.rows_of(timings)):
         say(line)
     for line in legend(device, providers):
         say(line)
     _say_problems(problems)
-    say(f"written: {write_run(timings, problems, absent, made_on(device, flags.threads), out)}")
-    return int(any(one.provider == OURS and one.kind is not ProblemKind.unsupported for one in problems))
+    say(f"written: {write_run(timings, problems, absent, results.made_on(device, flags.threads), out)}")
+    return int(
+        any(one.provider == OURS and one.kind is not results.ProblemKind.unsupported for one in problems)
+    )
 
 
 def legend(device: str, providers: Sequence[str]) -> list[str]:
@@ -100,13 +94,13 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
     return [name for name in reasons if name not in absent], absent
 
 
-def _say_problems(problems: Sequence[Problem]) -> None:
+def _say_problems(problems: Sequence[results.Problem]) -> None:
     """Print every error, and for each provider one line about the cases that it does not support."""
     for one in problems:
-        if one.kind is not ProblemKind.unsupported:
+        if one.kind is not results.ProblemKind.unsupported:
             remark(f"{one.kind}: {one.case} by {one.provider}: {one.reason}")
     for provider in dict.fromkeys(one.provider for one in problems):
-        refused = (one for one in problems if one.kind is ProblemKind.unsupported)
+        refused = (one for one in problems if one.kind is results.ProblemKind.unsupported)
         if left_out := [one for one in refused if one.provider == provider]:
             example = f"e.g. {left_out[0].case}: {left_out[0].reason}"
             remark(f"{provider} left out {len(left_out)} of the cases, {example}")

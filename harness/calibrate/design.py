@@ -69,8 +69,8 @@ class CalibrationCase:
     drafts: int = 0  # tokens that the draft model proposes a step
 
 
+# A request that runs alone; its time is the unit of loads.
 LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
-"""A request that runs alone; its time is the unit of loads."""
 
 CASES = (
     CalibrationCase("burst", 64, (16, 256), (24, 48), 0),
@@ -90,11 +90,11 @@ CASES = (
     CalibrationCase("swaps", 16, (32, 160), (16, 40), 0, block_size=8, swaps=True),
     CalibrationCase("swaps of large blocks", 16, (32, 160), (16, 40), 0, block_size=32, swaps=True),
 )
+# Measured where a draft model is configured.
 DRAFTING = (
     CalibrationCase("drafts", 12, (16, 160), (16, 40), 0.8, drafts=2),
     CalibrationCase("many drafts", 16, (16, 160), (16, 40), 2, drafts=5),
 )
-"""Measured where a draft model is configured."""
 
 
 def design(

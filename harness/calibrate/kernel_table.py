@@ -14,15 +14,8 @@ from typing import Any, NamedTuple
 
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
+from harness.cost import grid
 from harness.cost.fitted import FittedCost
-from harness.cost.grid import (
-    Grid,
-    GridError,
-    TimedShape,
-    interpolated_grid,
-    seconds_at_block_size,
-    shape_errors,
-)
 from harness.cost.table import EngineOverhead, TableCost, engine_overhead, with_overhead
 from harness.cost.timings import NATIVE, OURS, KernelRun, KernelRunError, read_run, table_file
 from harness.environment import device_identity, engine_device, kernel_digest
@@ -63,8 +56,8 @@ class KernelShapes:
     run: KernelRun
     geometry: Geometry
     block_size: int
-    decode: tuple[TimedShape, ...]
-    prefill: tuple[TimedShape, ...]
+    decode: tuple[grid.TimedShape, ...]
+    prefill: tuple[grid.TimedShape, ...]
 
     def of_layers(self, layers: int) -> "KernelShapes":
         """The shapes with the seconds of `layers` layers."""
@@ -74,22 +67,22 @@ class KernelShapes:
         )
         return replace(self, decode=decode, prefill=prefill)
 
-    def decode_grid(self) -> Grid:
+    def decode_grid(self) -> grid.Grid:
         """The decode grid at the point's block size.
 
         Raises:
             KernelTableError: the shapes make no grid.
         """
         try:
-            return interpolated_grid(self.decode, self.block_size)
-        except GridError as error:
+            return grid.interpolated_grid(self.decode, self.block_size)
+        except grid.GridError as error:
             found = f"decodes in {self.run.file}, {self.geometry}: {error}"
             raise KernelTableError(KEY, f"{found}. {_advice(self.geometry, self.block_size)}") from error
 
-    def prefill_grid(self) -> Grid | None:
+    def prefill_grid(self) -> grid.Grid | None:
         """The grid of chunks; None where there are too few shapes, so that the fitted model prices chunks."""
-        with suppress(GridError):
-            return interpolated_grid(self.prefill, self.block_size)
+        with suppress(grid.GridError):
+            return grid.interpolated_grid(self.prefill, self.block_size)
         return None
 
 
@@ -185,11 +178,11 @@ def _geometry(row: Mapping[str, Any]) -> Geometry:
     return Geometry(*(row[name] for name in Geometry._fields))
 
 
-def _shape(row: Mapping[str, Any], across: int, us: float) -> TimedShape:
-    return TimedShape(across, row["context"], row["block_size"], us * 1e-6)
+def _shape(row: Mapping[str, Any], across: int, us: float) -> grid.TimedShape:
+    return grid.TimedShape(across, row["context"], row["block_size"], us * 1e-6)
 
 
-def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[TimedShape]:
+def _chunks(rows: Iterable[Mapping[str, Any]]) -> Iterable[grid.TimedShape]:
     """Seconds per chunk, from the call with the fewest chunks, since a step of the engine seldom has more than one."""
     best: dict[tuple[int, int, int], Mapping[str, Any]] = {}
     for row in rows:
@@ -231,12 +224,12 @@ def kernel_table(deployment: Deployment, fitted: FittedCost) -> TableCost:
     """
     shapes = kernel_shapes(deployment).of_layers(deployment.shape.layers)
     size = shapes.block_size
-    timed = seconds_at_block_size(shapes.decode, size)
+    timed = grid.seconds_at_block_size(shapes.decode, size)
     extra = engine_overhead(timed, partial(_decode_in_engine, fitted, size))
     decode, prefill = with_overhead(shapes.decode_grid(), extra), shapes.prefill_grid()
     more = None
     if prefill is not None:
-        timed = seconds_at_block_size(shapes.prefill, size)
+        timed = grid.seconds_at_block_size(shapes.prefill, size)
         more = engine_overhead(timed, partial(_chunk_in_engine, fitted, size))
         prefill = with_overhead(prefill, more)
     source = _source(shapes, fitted.source, (decode, prefill), (extra, more))
@@ -277,14 +270,14 @@ def _covered(fitted: FittedCost, rows: float, slots: float) -> bool:
 def _source(
     shapes: KernelShapes,
     fitted: CostSource,
-    grids: tuple[Grid, Grid | None],
+    grids: tuple[grid.Grid, grid.Grid | None],
     extras: tuple[EngineOverhead, EngineOverhead | None],
 ) -> CostSource:
     hull = GridHull(fitted.hull)
     hull.decode, hull.prefill = grids
-    errors = shape_errors("decode", shapes.decode, ("rows", "KV slots a row"))
+    errors = grid.shape_errors("decode", shapes.decode, ("rows", "KV slots a row"))
     if hull.prefill is not None:
-        errors |= shape_errors("prefill", shapes.prefill, ("tokens", "KV slots"))
+        errors |= grid.shape_errors("prefill", shapes.prefill, ("tokens", "KV slots"))
     return replace(
         fitted,
         kind="table",

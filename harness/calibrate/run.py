@@ -25,20 +25,7 @@ import numpy as np
 
 from engine.core.options import CachePolicy, SchedulerLimits
 from engine.runtime.options import Audit
-from harness.calibrate.design import (
-    HELD_OUT,
-    HELD_OUT_SEED,
-    LONE_REQUEST,
-    SEED,
-    Budget,
-    CalibrationCase,
-    HeldOut,
-    case_point,
-    design,
-    held_out_point,
-    planned_trace,
-    probe_point,
-)
+from harness.calibrate import design
 from harness.calibrate.store import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
 from harness.cost.fitted import FittedCost, fit_cost, held_out_error
@@ -62,15 +49,15 @@ from harness.workload.point import Point, Workload
 from harness.workload.simulate import simulate
 from traces.trace import Segment, TraceRequest
 
-PROBE = CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
-"""Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
-than most workloads, and single rows less."""
+# Prompts and steps of one to three rows, as under light load. Other work on the machine slows larger batches down more
+# than most workloads, and single rows less.
+PROBE = design.CalibrationCase("probe", 6, (20, 140), (16, 32), 1.5)
 
+# Probes within this share of their median have the same pace; measurements beside other probes are repeated.
 STEADY = 0.10
-"""Probes within this share of their median have the same pace; measurements beside other probes are repeated."""
 
+# Beyond this share the pace has changed, and the calibration warns.
 MOVED = 0.15
-"""Beyond this share the pace has changed, and the calibration warns."""
 
 _STEP_NS = (3_000_000,) * 10_000
 _LONE_S = 0.08  # seconds of a lone request of the probe, by the durations above
@@ -111,7 +98,7 @@ def probe_s(deployment: Deployment) -> float:
     """
     if deployment.has_yardstick:
         return 1.0
-    run = measure(case_point(deployment, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
+    run = measure(design.case_point(deployment, PROBE, _LONE_S), seed=0, step_ns=_STEP_NS)
     return float(run.log.steps["seconds"].sum())
 
 
@@ -209,7 +196,7 @@ _VALIDATING = 0.75  # share of the budget after which no further workload is sta
 class Validated:
     """A held-out workload with its measured runs and the pace of the device beside them."""
 
-    held_out: HeldOut
+    held_out: design.HeldOut
     point: Point
     runs: Sequence[MeasuredRun]
     probe_s: float
@@ -220,20 +207,21 @@ def measure_held_out(
     lone_request_s: float,
     repeats: int,
     progress: Callable[[str], None],
-    budget: Budget,
+    budget: design.Budget,
     reference: Reading | None,
 ) -> list[Validated]:
     """Run every held-out workload `repeats` times while the budget lasts, the first one always."""
     found: list[Validated] = []
-    for held_out in HELD_OUT:
+    for held_out in design.HELD_OUT:
         if found and not budget.left(_VALIDATING):
             break
         progress(f"held out: {held_out.name}")
-        point = held_out_point(deployment, held_out, lone_request_s)
-        measure(point, seed=HELD_OUT_SEED, reference=reference)  # libraries compile code for new shapes here
+        point = design.held_out_point(deployment, held_out, lone_request_s)
+        # libraries compile code for new shapes here
+        measure(point, seed=design.HELD_OUT_SEED, reference=reference)
         probes, runs = [probe_s(deployment)], list[MeasuredRun]()
         for number in range(repeats):
-            runs.append(measure(point, seed=HELD_OUT_SEED + number, reference=reference))
+            runs.append(measure(point, seed=design.HELD_OUT_SEED + number, reference=reference))
             probes.append(probe_s(deployment))
         found.append(Validated(held_out, point, runs, median(probes)))
     return found
@@ -276,7 +264,7 @@ _CORNERS = 2  # values of an axis that are measured even when the time is up
 
 
 def measure_grids(
-    deployment: Deployment, progress: Callable[[str], None], budget: Budget, reference: Reading | None
+    deployment: Deployment, progress: Callable[[str], None], budget: design.Budget, reference: Reading | None
 ) -> dict[str, Grid]:
     """`decode` over (rows, KV slots a row) and `prefill` over (chunk, context), in seconds over all layers.
 
@@ -337,17 +325,17 @@ def _run_rows(
     text = (Segment(None, prompt),)
     requests = tuple(TraceRequest(number, 0, prompt, output, text) for number in range(rows))
     limits = SchedulerLimits(max(budget, rows), max_running=rows, max_model_len=prompt + output)
-    point = Point(deployment.alone(pool, limits), Workload(planned_trace("grid", requests)))
-    return measure(point, seed=SEED, reference=reference)
+    point = Point(deployment.alone(pool, limits), Workload(design.planned_trace("grid", requests)))
+    return measure(point, seed=design.SEED, reference=reference)
 
 
+# Passes over the cases without a budget: PASSES where the quietest counts, MOST_PASSES where a yardstick lets all but
+# the first count, which is for the code that libraries compile for new shapes. With a budget there are as many as its
+# share allows, up to MOST_PASSES.
 PASSES, MOST_PASSES = 2, 4
-"""Passes over the cases without a budget: PASSES where the quietest counts, MOST_PASSES where a yardstick lets all but
-the first count, which is for the code that libraries compile for new shapes. With a budget there are as many as its
-share allows, up to MOST_PASSES."""
 
+# Share of the budget after which no further case is started.
 FITTING = 0.5
-"""Share of the budget after which no further case is started."""
 
 _FEWEST_CASES = 3
 _VALIDATION_REPEATS = 3
@@ -360,7 +348,7 @@ class TimedCase:
     run of it (1 with a yardstick).
     """
 
-    case: CalibrationCase
+    case: design.CalibrationCase
     runs: tuple[MeasuredRun, ...]
     probe_s: float
 
@@ -380,10 +368,10 @@ class Passes:
     def __init__(
         self,
         deployment: Deployment,
-        cases: Sequence[CalibrationCase],
+        cases: Sequence[design.CalibrationCase],
         lone_request_s: float,
         report: Callable[[str], None],
-        budget: Budget,
+        budget: design.Budget,
         reference: Reading | None,
     ) -> None:
         self._deployment = deployment
@@ -394,7 +382,7 @@ class Passes:
         self._reference = reference
         self._probe = probe_s(deployment)
         self.probes = [] if reference else [self._probe]
-        self._kept: dict[CalibrationCase, TimedCase] = {}
+        self._kept: dict[design.CalibrationCase, TimedCase] = {}
 
     def measure(self) -> list[TimedCase]:
         """The runs to fit of every case for which there was time; the first few cases always run."""
@@ -410,13 +398,13 @@ class Passes:
                 self._run(found[place].case, MOST_PASSES)
         return self._found()
 
-    def _run(self, case: CalibrationCase, number: int) -> None:
+    def _run(self, case: design.CalibrationCase, number: int) -> None:
         self._report(case.name if number == 0 else f"{case.name}, pass {number + 1}")
         before, known = self._probe, self._kept.get(case)
-        point = case_point(self._deployment, case, self._lone)
+        point = design.case_point(self._deployment, case, self._lone)
         run = measure(
             point,
-            seed=SEED,
+            seed=design.SEED,
             step_ns=known.runs[0].recording.step_ns if known else None,
             reference=self._reference,
         )
@@ -465,10 +453,10 @@ def full_calibration(
 ) -> Calibration:
     """The same, with all results; `grid` also measures attention shape by shape for the `table` model."""
     deployment = replace(deployment, engine=replace(deployment.engine, audit=Audit.off))
-    begun, load, budget = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
+    begun, load, budget = datetime.now(UTC), os.getloadavg()[0], design.Budget(budget_s)
     lone, lone_wall, reference = _lone_request_s(deployment)
-    cases = design(deployment, lone_wall, budget_s)
-    ahead, done = len(cases) * (MOST_PASSES if reference else PASSES) + len(HELD_OUT), count()
+    cases = design.design(deployment, lone_wall, budget_s)
+    ahead, done = len(cases) * (MOST_PASSES if reference else PASSES) + len(design.HELD_OUT), count()
 
     def report(name: str) -> None:
         """Report the next case and how many are done."""
@@ -512,10 +500,10 @@ def _lone_request_s(deployment: Deployment) -> tuple[float, float, Reading | Non
     """
     for _ in range(2):
         begun = time.perf_counter()
-        run = measure(probe_point(deployment, LONE_REQUEST), seed=SEED)
+        run = measure(design.probe_point(deployment, design.LONE_REQUEST), seed=design.SEED)
     wall = time.perf_counter() - begun
     reference = Reading(*run.yardstick_s) if run.yardstick_s else None
-    return run.log.span_s / LONE_REQUEST.requests, wall / LONE_REQUEST.requests, reference
+    return run.log.span_s / design.LONE_REQUEST.requests, wall / design.LONE_REQUEST.requests, reference
 
 
 def _fitted(

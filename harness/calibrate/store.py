@@ -27,8 +27,8 @@ CODE = (  # packages that step times depend on
     "traces",
     *(f"harness.{name}" for name in ("replay", "cost", "compiled", "measure", "calibrate")),
 )
+# Tokens a block in the runs that measure the decode grid.
 GRID_BLOCK_SIZE = 16
-"""Tokens a block in the runs that measure the decode grid."""
 
 
 class CalibrationError(RuntimeError):

@@ -28,8 +28,8 @@ from harness.workload.point import NEVER_FITS, resolve
 from harness.workload.simulate import simulate_metrics
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")
+# Requests that were left out: by the trace reader, or longer than the model takes. They break no goal.
 DROPPED = "dropped"
-"""Requests that were left out: by the trace reader, or longer than the model takes. They break no goal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ class Goal:
 
 
 Slo = tuple[Goal, ...]
+# Outcomes that break every SLO, in words.
 LOST = {
     "rejected": "were rejected",
     "unfinished": "did not finish",
     NEVER_FITS: "never fit the pool and the limits of the scheduler",
 }
-"""Outcomes that break every SLO, in words."""
 
 
 def parse_slo(text: str) -> Slo:
@@ -305,9 +305,8 @@ class CapacityAnswer:
     unit: str
     value: Estimate | None
     reason: str = ""
-    choices: tuple[
-        tuple[float, Estimate | None], ...
-    ] = ()  # (candidate, its answer), where there are several
+    # (candidate, its answer), where there are several
+    choices: tuple[tuple[float, Estimate | None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -435,8 +434,8 @@ def _searched(job: _Job) -> tuple[Edge, list[Trial]]:
     return job.search(job.trials, job.seed, job.start), job.trials.made
 
 
+# A pool search ends at so many times the larger of the configured pool and what the device's memory holds.
 BEYOND = 8
-"""A pool search ends at so many times the larger of the configured pool and what the device's memory holds."""
 
 
 def device_blocks(config: RunConfig) -> int | None:

@@ -23,11 +23,11 @@ from harness.workload.simulate import simulate_metrics
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
 from traces.trace import Trace
 
+# Fewer requests than this are too little data for flags.
 FEWEST = 30
-"""Fewer requests than this are too little data for flags."""
 
+# Block sizes that vLLM's kernels take and that are tried.
 SIZES = (16, 32, 64, 128)
-"""Block sizes that vLLM's kernels take and that are tried."""
 
 _SAME_THROUGHPUT, _SAME_LATENCY = 0.02, 0.05  # shares below which predictions do not differ
 _FASTER = (1, 2, 4, 8)  # times the trace's own rate
@@ -72,7 +72,7 @@ def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
     """
     config = replace(config, measure=False, workload=replace(config.workload, oversize=Oversize.drop))
     advice = Advice()
-    adviser = _Adviser(config, trace, slo, tell)
+    adviser = _Adviser(config, trace, slo)
     tell("block sizes")
     size = adviser.block_sizes(advice)
     adviser.config = replace(config, cache=replace(config.cache, block_size=size))
@@ -89,9 +89,9 @@ def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
 class _Adviser:
     """The simulations behind an advice; `config` is the point that is varied."""
 
-    def __init__(self, config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> None:
+    def __init__(self, config: RunConfig, trace: Trace, slo: Slo) -> None:
         self.config = config
-        self._trace, self._slo, self._tell = trace, slo, tell
+        self._trace, self._slo = trace, slo
         self._pool = deployment_of(config).pool
         self._memory_tokens = self._tokens_of(self._pool)
         self._paths = PrefixPaths(trace)

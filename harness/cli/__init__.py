@@ -5,16 +5,14 @@ at start, so that `--help` is fast: the function of a command imports what it ne
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from harness.config.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.config.schema import Figures, ReportConfig
-    from harness.store.summary import SummaryRows
     from harness.sweep.execute import PointFunctions
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
@@ -26,24 +24,10 @@ class ReportFunctions(Protocol):
     @property
     def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
         """Raised where there is nothing to report on."""
-        ...
 
-    def write_report(
-        self,
-        store_root: Path,
-        *,
-        out: Path | None = None,
-        additions: Sequence[Any] = (),
-        rows: "SummaryRows | None" = None,
-        figures: "Figures" = ...,
-        options: "ReportConfig | None" = None,
-        tell: Callable[[str], None] | None = None,
-    ) -> Path:
-        """Write the report of a store and return its page.
-
-        `rows` gets the rows of a large sweep, `tell` the verdict line by line.
-        """
-        ...
+    @property
+    def write_report(self) -> Callable[..., Path]:
+        """Write the report of a store and return its page."""
 
 
 @dataclass(frozen=True)

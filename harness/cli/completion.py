@@ -6,57 +6,13 @@ The library argcomplete reads the parser. It knows no overrides, so they become 
 import argparse
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from harness.cli import Arguments, Command
 from harness.console import say
 
 SHELLS = ("bash", "zsh", "fish")
 _ASKED = "_ARGCOMPLETE"  # set by the shell code: print what can follow, and do nothing else
-_MODULE = {
-    "bash": r"""
-_pagetwin_module() {
-    [[ "${COMP_WORDS[1]-}" == -m && "${COMP_WORDS[2]-}" == harness ]] || return
-    local IFS=$'\013'
-    COMPREPLY=($(IFS="$IFS" COMP_LINE="$COMP_LINE" COMP_POINT="$COMP_POINT" COMP_TYPE="$COMP_TYPE" \
-        _ARGCOMPLETE_COMP_WORDBREAKS="$COMP_WORDBREAKS" _ARGCOMPLETE=3 _ARGCOMPLETE_SHELL=bash \
-        _ARGCOMPLETE_SUPPRESS_SPACE=1 __python_argcomplete_run "$1" -m harness))
-    [[ "${COMPREPLY-}" =~ [=/:,.]$ ]] || compopt +o nospace
-}
-complete -o nospace -o default -o bashdefault -F _pagetwin_module python python3
-""",
-    "zsh": r"""
-_pagetwin_module() {
-    if [[ "${words[2]-}" != -m || "${words[3]-}" != harness ]]; then
-        _files
-        return
-    fi
-    local IFS=$'\013'
-    local completions
-    completions=($(IFS="$IFS" COMP_LINE="$BUFFER" COMP_POINT="$CURSOR" _ARGCOMPLETE=3 _ARGCOMPLETE_SHELL=zsh \
-        _ARGCOMPLETE_SUPPRESS_SPACE=1 __python_argcomplete_run "${words[1]}" -m harness))
-    _describe harness completions -S ''
-}
-compdef _pagetwin_module python python3
-""",
-    "fish": r"""
-function __pagetwin_module
-    set -lx _ARGCOMPLETE 3
-    set -lx _ARGCOMPLETE_DFS \t
-    set -lx _ARGCOMPLETE_IFS \n
-    set -lx _ARGCOMPLETE_SUPPRESS_SPACE 1
-    set -lx _ARGCOMPLETE_SHELL fish
-    set -lx COMP_LINE (commandline -p)
-    set -lx COMP_POINT (string length (commandline -cp))
-    set -l words (commandline -opc)
-    $words[1] -m harness 8>&1 9>&2 1>/dev/null 2>&1
-end
-function __pagetwin_is_module
-    set -l words (commandline -opc)
-    test "$words[2]" = -m -a "$words[3]" = harness
-end
-complete -c python -c python3 -n __pagetwin_is_module -f -a '(__pagetwin_module)'
-""",
-}
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +23,8 @@ def _run(arguments: Arguments) -> int:
     import argcomplete
 
     shell = arguments.flags.shell
-    say(argcomplete.shellcode(["pagetwin"], shell=shell).rstrip() + "\n" + _MODULE[shell].rstrip())
+    module = Path(__file__).with_name(f"module.{shell}")  # completes `python -m harness`
+    say(argcomplete.shellcode(["pagetwin"], shell=shell).rstrip() + "\n\n" + module.read_text().rstrip())
     return 0
 
 

@@ -3,17 +3,7 @@
 import shlex
 from pathlib import Path
 
-from harness.cli import Arguments
-from harness.cli.report import (
-    MOST_LISTED,
-    known_manifest,
-    named_store,
-    opened_store,
-    read_or_none,
-    say_more,
-    show_problems,
-    write_report,
-)
+from harness.cli import Arguments, report
 from harness.cli.sweep import exchanging, locked, point_functions, stoppable
 from harness.cluster import refuse_beside_jobs
 from harness.cluster.book import Book
@@ -36,9 +26,9 @@ from harness.sweep.plan import SweepRequest, plan_sweep, run_request, sweep_requ
 
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
-    root, _ = opened_store(arguments.flags.store)
-    manifest, content = read_or_none(root), survey(root)
-    show_problems(content.problems, say)
+    root, _ = report.opened_store(arguments.flags.store)
+    manifest, content = report.read_or_none(root), survey(root)
+    report.show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)
         say(f"{shown(root)}: {done} done, {failed} failed; no sweep.json that says of which sweep")
@@ -56,11 +46,11 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
     say(f"{shown(root)}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
     if failed:
         say(f"{len(failed)} failed:")
-    for point in failed[:MOST_LISTED]:
+    for point in failed[: report.MOST_LISTED]:
         failure = content.failures[point.fingerprint]
         say(shortened(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}"))
         say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
-    say_more(len(failed))
+    report.say_more(len(failed))
     if left or failed:
         say(f"{left} not run yet. Go on with: {command_for(root, manifest)}")
     others = len(content.records) - len(done)
@@ -85,7 +75,7 @@ def command_for(root: Path, manifest: Manifest) -> str:
 
 def doctor_command(arguments: Arguments) -> int:
     """Examine, say what was found, and repair if asked; returns the exit code."""
-    root, remote = opened_store(arguments.flags.store, fresh=True)
+    root, remote = report.opened_store(arguments.flags.store, fresh=True)
     health = examine(root)
     manifest = _say_health(root, health)
     if not health.damage:
@@ -105,8 +95,8 @@ def _say_health(root: Path, health: Health) -> Manifest | None:
         say(
             f"{numbered(health.undigested, 'record')} of an older version without digests: checked by form alone"
         )
-    show_problems([f"damaged: {fault}" for fault in health.damage.values()], say)
-    show_problems([f"not checked: {text}" for text in health.foreign], say)
+    report.show_problems([f"damaged: {fault}" for fault in health.damage.values()], say)
+    report.show_problems([f"not checked: {text}" for text in health.foreign], say)
     try:
         return read_manifest(root)
     except ForeignFileError as error:
@@ -138,7 +128,7 @@ def _repair(
         committed = remote.push_point if remote is not None else None
         outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
         if todo and outcome.done:
-            write_report(root, manifest, arguments.report)
+            report.write_report(root, manifest, arguments.report)
         repaired = len(todo) - len(outcome.failed)
         say(f"{repaired} of {numbered(len(names), 'damaged point')} repaired")
         return 0 if repaired == len(names) and not outcome.interrupted else 1
@@ -156,11 +146,11 @@ def _request_of(root: Path, manifest: Manifest) -> SweepRequest:
 
 def logs_command(arguments: Arguments) -> int:
     """Print the job and the log of each point; returns 1 where no point fits."""
-    root = named_store(arguments.flags.store)
+    root = report.named_store(arguments.flags.store)
     book = Book.read(root)
     if not book.submissions:
         raise UserError(f"no point of '{root}' ran in Slurm (no jobs.json); other points have no log")
-    manifest = known_manifest(root)
+    manifest = report.known_manifest(root)
     labels = {point.fingerprint: " ".join(point.overrides) for point in manifest.points} if manifest else {}
     wanted, found = arguments.flags.point or "", 0
     for name, task, submission in book.newest_of_points():

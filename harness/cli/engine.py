@@ -53,28 +53,25 @@ Exit codes: 0 done, 1 it could not be measured, 2 the input was wrong."""
 
 
 def _add_serve(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; default: this machine alone"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on; default: 8000")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="address to listen on; default: this machine alone")
+    add("--port", type=int, default=8000, help="port to listen on; default: 8000")
+    add(
         "--model-name",
         metavar="NAME",
         help="name for clients; default: the directory of model.path, or model.name",
     )
-    parser.add_argument("--max-requests", type=int, default=1024, metavar="N",
-                        help="requests under way at once, more get 503; default: 1024")  # fmt: skip
-    parser.add_argument("--api-key", metavar="KEY", action="append", default=[],
-                        help="ask clients for this key; may be given several times; default: the "
-                        "environment variable PAGETWIN_API_KEY, or none")  # fmt: skip
-    parser.add_argument("--kv-events", metavar="ENDPOINT",
-                        help="publish changes of the prefix cache as vLLM does, e.g. tcp://*:5557; needs "
-                        "the extra events; read them with `trace capture`")  # fmt: skip
-    parser.add_argument("--kv-events-replay", metavar="ENDPOINT",
-                        help="address that answers who missed messages, e.g. tcp://*:5558")  # fmt: skip
-    parser.add_argument(
-        "--kv-events-topic", metavar="TOPIC", default="", help="topic of the messages; default: ''"
-    )
+    add("--max-requests", type=int, default=1024, metavar="N",
+        help="requests under way at once, more get 503; default: 1024")  # fmt: skip
+    add("--api-key", metavar="KEY", action="append", default=[],
+        help="ask clients for this key; may be given several times; default: the "
+        "environment variable PAGETWIN_API_KEY, or none")  # fmt: skip
+    add("--kv-events", metavar="ENDPOINT",
+        help="publish changes of the prefix cache as vLLM does, e.g. tcp://*:5557; needs "
+        "the extra events; read them with `trace capture`")  # fmt: skip
+    add("--kv-events-replay", metavar="ENDPOINT",
+        help="address that answers who missed messages, e.g. tcp://*:5558")  # fmt: skip
+    add("--kv-events-topic", metavar="TOPIC", default="", help="topic of the messages; default: ''")
 
 
 def _run_serve(arguments: Arguments) -> int:
@@ -113,19 +110,16 @@ def _run_bench(arguments: Arguments) -> int:
 
 
 def _add_gate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layer", action="append", choices=LAYERS, help="run this layer; may be repeated")
-    parser.add_argument("--update", action="store_true", help="accept what is measured as the new baseline")
-    parser.add_argument("--reason", default="", metavar="TEXT", help="why the baseline may change (--update)")
-    parser.add_argument(
-        "--changed", action="store_true", help="compile only kernels that have changed (resource)"
-    )
-    parser.add_argument(
-        "--baselines", metavar="DIR", help="folder of the baselines; default: results/baselines"
-    )
-    parser.add_argument("--markdown", metavar="FILE", help="append the answer to FILE, e.g. a CI job's page")
-    parser.add_argument("--save", metavar="FILE", help="keep a latency run as a record, whatever the verdict")
-    parser.add_argument("--dry-run", action="store_true", help="list the cases, measure nothing")
-    parser.add_argument("--record", metavar="FILE", help="judge a recorded latency run instead of measuring")
+    add = parser.add_argument
+    add("--layer", action="append", choices=LAYERS, help="run this layer; may be repeated")
+    add("--update", action="store_true", help="accept what is measured as the new baseline")
+    add("--reason", default="", metavar="TEXT", help="why the baseline may change (--update)")
+    add("--changed", action="store_true", help="compile only kernels that have changed (resource)")
+    add("--baselines", metavar="DIR", help="folder of the baselines; default: results/baselines")
+    add("--markdown", metavar="FILE", help="append the answer to FILE, e.g. a CI job's page")
+    add("--save", metavar="FILE", help="keep a latency run as a record, whatever the verdict")
+    add("--dry-run", action="store_true", help="list the cases, measure nothing")
+    add("--record", metavar="FILE", help="judge a recorded latency run instead of measuring")
 
 
 def _run_gate(arguments: Arguments) -> int:

@@ -44,10 +44,8 @@ example:
   python -m harness lesson accountant --trace AzureLLMInferenceTrace_conv.csv
   python -m harness lesson replay cache.block_size=32 workload.request_rate=40"""
 
-_MOST_LENGTHS, _GENERATED = (
-    20_000,
-    1_000,
-)  # requests of a trace, of which more make the page slow; of a generator
+# requests of a trace, of which more make the page slow; of a generator
+_MOST_LENGTHS, _GENERATED = 20_000, 1_000
 
 
 def _add_scoreboard(parser: argparse.ArgumentParser) -> None:
@@ -181,13 +179,10 @@ def _run_reproduce(arguments: Arguments) -> int:
 
 
 def _add_lesson(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("lesson", choices=("pool", "accountant", "replay"), help="which page")
-    parser.add_argument(
-        "--trace", metavar="TRACE", help="accountant: lengths of this trace file or generator"
-    )
-    parser.add_argument(
-        "--requests", metavar="N", type=int, default=None, help=f"its first N; default: {_MOST_LENGTHS:,}"
-    )
+    add = parser.add_argument
+    add("lesson", choices=("pool", "accountant", "replay"), help="which page")
+    add("--trace", metavar="TRACE", help="accountant: lengths of this trace file or generator")
+    add("--requests", metavar="N", type=int, default=None, help=f"its first N; default: {_MOST_LENGTHS:,}")
     add_out(parser, "results/lessons")
 
 
@@ -228,9 +223,8 @@ def _lengths(flags: argparse.Namespace) -> tuple[str, list[tuple[int, int]]]:
 
     def read(_: argparse.Namespace) -> int:
         try:
-            found.append(
-                chosen_trace(source.parse_args([*words, "--arrivals", "even"]))
-            )  # some have lengths alone
+            # some have lengths alone
+            found.append(chosen_trace(source.parse_args([*words, "--arrivals", "even"])))
         except ParameterError as error:
             if error.parameter != "arrivals":
                 raise

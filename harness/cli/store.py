@@ -39,30 +39,27 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_store(parser)
-    parser.add_argument("--out", metavar="DIR", help="write the report here; default: beside the results")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--out", metavar="DIR", help="write the report here; default: beside the results")
+    add(
         "--kernels",
         metavar="DIR",
         help="show this run of bench kernels too; default: the sweep's, or one beside the results; none: leave out",
     )
-    parser.add_argument(
+    add(
         "--figures",
         choices=["all", "svg", "none"],
         help="all: also as PDF; svg: no PDF; none: sentences and tables alone; default: the sweep's report.figures",
     )
-    parser.add_argument(
+    add(
         "--paper",
         choices=["column", "page", "both"],
         help="also every panel in a file of its own, 3.33 or 7.0 inches wide (figures/paper)",
     )
-    parser.add_argument("--serif", action="store_true", help="figures with serif letters")
-    parser.add_argument("--latex", action="store_true", help="each table also in LaTeX (booktabs)")
-    parser.add_argument(
-        "--against", metavar="FOLDER", help="also say what changed from this store, with bounds"
-    )
-    parser.add_argument(
-        "--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request"
-    )
+    add("--serif", action="store_true", help="figures with serif letters")
+    add("--latex", action="store_true", help="each table also in LaTeX (booktabs)")
+    add("--against", metavar="FOLDER", help="also say what changed from this store, with bounds")
+    add("--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request")
     figure = parser.add_argument_group("one figure of your own choice, instead of the report")
     figure.add_argument("--x", metavar="KEY", help="swept setting along x; writes this figure alone")
     figure.add_argument("--hue", metavar="KEY", help="swept setting whose values are lines")

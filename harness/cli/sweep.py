@@ -26,16 +26,8 @@ from harness.store.manifest import Manifest, SweepPoint, keep_report, write_mani
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
+from harness.sweep import plan
 from harness.sweep.execute import PointFunctions, SweepOutcome, execute
-from harness.sweep.plan import (
-    PlannedPoint,
-    SweepPlan,
-    SweepRequest,
-    in_its_own_place,
-    plan_sweep,
-    run_request,
-    sweep_request,
-)
 from harness.sweep.progress import WORTH_SAYING_S, TimeModel, at_once, duration, time_model
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
@@ -65,7 +57,7 @@ def _stop(number: int, frame: FrameType | None) -> None:
 def sweep_command(arguments: Arguments) -> int:
     """Run the points of the command line that are not done yet, and write the report; returns the exit code."""
     request, point = _request(arguments), arguments.point or point_functions()
-    sweep = plan_sweep(request, point, progress=planning)
+    sweep = plan.plan_sweep(request, point, progress=planning)
     _announce(sweep)
     remote = remote_store(sweep.points[0].config.out)
     if arguments.flags.dry_run:
@@ -94,7 +86,9 @@ def exchanging(remote: RemoteStore | None) -> AbstractContextManager[None]:
     return nullcontext() if remote is None else remote.writing(remark)
 
 
-def _run(sweep: SweepPlan, arguments: Arguments, point: PointFunctions, remote: RemoteStore | None) -> int:
+def _run(
+    sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions, remote: RemoteStore | None
+) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
     content = _read(sweep.out)
@@ -133,13 +127,13 @@ def _run(sweep: SweepPlan, arguments: Arguments, point: PointFunctions, remote: 
     return _finish(sweep, manifest, outcome, arguments)
 
 
-def _shares_the_time(point: PlannedPoint) -> bool:
+def _shares_the_time(point: plan.PlannedPoint) -> bool:
     """Whether other points run between the runs of this one."""
     config = point.config
     return config.measure and config.execute.place is Place.local and config.execute.spread_s > 0
 
 
-def _finish(sweep: SweepPlan, manifest: Manifest, outcome: SweepOutcome, arguments: Arguments) -> int:
+def _finish(sweep: plan.SweepPlan, manifest: Manifest, outcome: SweepOutcome, arguments: Arguments) -> int:
     try:
         return finish(sweep.out, manifest, outcome, arguments.report)
     except KeyboardInterrupt:
@@ -154,7 +148,7 @@ def _read(out: Path) -> StoreContent:
     return content
 
 
-def _left(sweep: SweepPlan, content: StoreContent, arguments: Arguments) -> list[PlannedPoint]:
+def _left(sweep: plan.SweepPlan, content: StoreContent, arguments: Arguments) -> list[plan.PlannedPoint]:
     """The points without a complete record; with `--force`, all points."""
     done = set() if arguments.flags.force else content.records.keys()
     return [planned for planned in sweep.points if planned.fingerprint not in done]
@@ -171,10 +165,10 @@ def locked(out: Path) -> Iterator[None]:
         yield
 
 
-def _request(arguments: Arguments) -> SweepRequest:
+def _request(arguments: Arguments) -> plan.SweepRequest:
     if arguments.command == "sweep":
-        return sweep_request(arguments.overrides)
-    request = in_its_own_place(run_request(arguments.overrides))
+        return plan.sweep_request(arguments.overrides)
+    request = plan.in_its_own_place(plan.run_request(arguments.overrides))
     if request.varying:
         raise UserError(
             f"'run' takes one point, but there are several values of {', '.join(request.varying)}; use 'sweep'"
@@ -182,7 +176,7 @@ def _request(arguments: Arguments) -> SweepRequest:
     return request
 
 
-def _announce(sweep: SweepPlan) -> None:
+def _announce(sweep: plan.SweepPlan) -> None:
     if sweep.experiment is not None:
         remark(f"experiment {sweep.experiment}: {' '.join(sweep.overrides)}")
     if sweep.same:
@@ -196,7 +190,7 @@ def _announce(sweep: SweepPlan) -> None:
         remark(f"without effect beside the other settings: {', '.join(sweep.idle)}")
 
 
-def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) -> int:
+def _dry_run(sweep: plan.SweepPlan, todo: list[plan.PlannedPoint], content: StoreContent) -> int:
     left = {planned.fingerprint for planned in todo}
     for planned in sweep.points:
         state = "todo" if planned.fingerprint in left else "done"
@@ -209,7 +203,7 @@ def _dry_run(sweep: SweepPlan, todo: list[PlannedPoint], content: StoreContent) 
     return 0
 
 
-def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], times: TimeModel) -> str:
+def _how_long(sweep: plan.SweepPlan, todo: list[plan.PlannedPoint], times: TimeModel) -> str:
     """The time and memory that the points will take, as far as earlier points and the settings tell."""
     workers = min(at_once(sweep), len(todo))
     span = times.duration(todo, workers)
@@ -226,7 +220,7 @@ def _how_long(sweep: SweepPlan, todo: list[PlannedPoint], times: TimeModel) -> s
     )
 
 
-def _manifest(sweep: SweepPlan, arguments: Arguments) -> Manifest:
+def _manifest(sweep: plan.SweepPlan, arguments: Arguments) -> Manifest:
     words = [arguments.command, *arguments.overrides]
     return Manifest(
         name=sweep.name,

@@ -171,9 +171,7 @@ def _settings(trials: "Trials", overrides: Sequence[str], flags: argparse.Namesp
     return [
         (
             "command",
-            " ".join(
-                ["python -m harness capacity", f"--find {flags.find}", f"--slo '{flags.slo}'", *overrides]
-            ),
+            " ".join([f"python -m harness capacity --find {flags.find} --slo '{flags.slo}'", *overrides]),
         ),
         ("model", config.model.name),
         ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
@@ -338,8 +336,7 @@ def _say_advice(advice: "Advice", config: "RunConfig", requests: int, note: str)
         say(f"note: {line}")
     say(
         f"note: simulated {note} on {config.device.name} with {config.model.name}, pool "
-        f"{deployment_of(config).pool.origin}; "
-        "hits are without outputs of earlier turns, which traces do not name"
+        f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
     )
     say("")
     if requests < FEWEST:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
 
 
+# `harness.point.point_identity`: what a result depends on beside the configuration.
 Identity = Callable[[RunConfig], Mapping[str, Any]]
-"""`harness.point.point_identity`: what a result depends on beside the configuration."""
 
 
 @dataclass(frozen=True)

@@ -30,8 +30,8 @@ from harness.sweep.execute import Done, PointRunner, store_failure
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
 from harness.sweep.progress import Failed, Reporter, TimeModel, time_model
 
+# Ends that say nothing about the points of the task.
 BLAMELESS = frozenset(["BOOT_FAIL", "CANCELLED", "NODE_FAIL", "PREEMPTED", "REVOKED"])
-"""Ends that say nothing about the points of the task."""
 
 ENDED = BLAMELESS | {"COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}
 

@@ -334,9 +334,8 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
         )
     if not model.state_layers:
         return
-    most = (
-        model.layers - model.windowed_layers if model.path is None else None
-    )  # a checkpoint has its own layers
+    # a checkpoint has its own layers
+    most = model.layers - model.windowed_layers if model.path is None else None
     if most is not None and (model.state_layers > most or model.state_layers == model.layers):
         yield ConfigError(
             "model.state_layers",

@@ -43,16 +43,13 @@ from harness.config.schema import (
 )
 from harness.config.values import UnusualError, converted, replaced, with_values
 
-_WIDE = (
-    TraceFormat.auto,
-    TraceFormat.simple,
-    TraceFormat.pagetwin,
-)  # formats whose rows may name their width
+# formats whose rows may name their width
+_WIDE = (TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin)
 
 
 CPU = "cpu"
+# Models of `conf/model/` with random weights, made for the CPU.
 TOY_MODELS = ("tiny-llama", "small-llama", "tiny-gpt2", "tiny-opt", "tiny-qwen3")
-"""Models of `conf/model/` with random weights, made for the CPU."""
 
 # key: (values that the files of conf/ hold for a toy model on the CPU, value for a real deployment). A server takes
 # whole requests, fills the device's memory with KV, and has the limits that vLLM's `serve` has on a large GPU.

@@ -12,8 +12,8 @@ from pathlib import Path
 from harness.config.errors import ConfigError
 from harness.config.schema import ExecuteConfig, Place, RunConfig
 
+# The group and its keys: they belong to a whole sweep, not to a point.
 EXECUTION_KEYS = ("execute", *(f"execute.{field.name}" for field in fields(ExecuteConfig)))
-"""The group and its keys: they belong to a whole sweep, not to a point."""
 
 _NEUTRAL = ExecuteConfig()
 _OF_BOTH = ("cpus", "gpus", "memory_gb", "attempts")

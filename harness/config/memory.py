@@ -19,8 +19,8 @@ _TRACE = 1_100  # bytes a request: the trace itself, while it is drawn
 _REPLAY, _ROWS = 2_000, 4_000  # bytes a request: its state, and its rows (some seven steps each)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _PARQUET = b"PAR1"
+# Requests of a generated trace where `workload.num_requests` is null.
 GENERATED = 1000
-"""Requests of a generated trace where `workload.num_requests` is null."""
 _SHARE = 0.8  # of the machine's memory; the system and the page cache need the rest
 
 
@@ -57,10 +57,8 @@ def requests_of(config: RunConfig) -> int:
     whose requests share a line counts as one: what it takes is not known.
     """
     wanted = config.workload.num_requests
-    if config.trace.format in (
-        TraceFormat.generated,
-        TraceFormat.servegen,
-    ):  # drawn, as many as are asked for
+    # drawn, as many as are asked for
+    if config.trace.format in (TraceFormat.generated, TraceFormat.servegen):
         return wanted or GENERATED
     rows = rows_at_most(config.trace.path)
     return rows if wanted is None else min(wanted, rows)
@@ -73,9 +71,8 @@ def rows_at_most(named: str | None) -> int:
         if not named or not place.exists():
             return 0
         files = place.glob("*.json*") if place.is_dir() else [place]  # those below are never counted
-        return sum(
-            _rows(file, *_stamp(file)) for file in files if file.is_file()
-        )  # a pipe or device has no end
+        # a pipe or device has no end
+        return sum(_rows(file, *_stamp(file)) for file in files if file.is_file())
     except OSError:
         return 0  # reading the trace says why
 

@@ -20,8 +20,8 @@ from harness.config.groups import groups, list_options, option_file
 from harness.config.schema import RunConfig
 
 BASE = "base"
+# Keys whose value names a class that is imported, or a program that is started.
 RUNS_CODE = ("cache.eviction", "scheduler.order", "scheduler.victim", "scheduler.admission", "oracle.python")
-"""Keys whose value names a class that is imported, or a program that is started."""
 _LONGEST, _DEEPEST = 1 << 18, 20  # characters and levels of a YAML file of settings
 SUFFIXES = (".yaml", ".yml")
 # Without these a device or a model would be mostly that of the schema's defaults, which are those of a small CPU run.

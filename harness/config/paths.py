@@ -9,8 +9,8 @@ from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from traces.reading import may_be_trace
 
+# `report.kernels=none`: no kernel section, even where timings lie beside the results.
 NO_KERNELS = "none"
-"""`report.kernels=none`: no kernel section, even where timings lie beside the results."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # what Path makes of `://` has one slash
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _KEY = re.compile(r"\w[\w.=,+-]*(/\w[\w.=,+-]*)*")

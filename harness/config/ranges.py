@@ -45,129 +45,73 @@ _FIGURE = Range(1e-6, 1e9)  # of a datasheet; outside, a step would take years o
 _LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
 _SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
 
-RANGES: dict[str, Range] = {
-    **dict.fromkeys(
-        (
-            "scheduler.max_batched_tokens",
-            "scheduler.max_running",
-            "scheduler.long_prefill_tokens",
-            "engine.audit_every",
-        ),
+_ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
+    (
         _COUNT,
+        "scheduler.max_batched_tokens scheduler.max_running scheduler.long_prefill_tokens engine.audit_every",
     ),
-    **dict.fromkeys(
-        (
-            "decoding.beam_width",
-            "decoding.n",
-            "replay.repeats",
-            "device.tensor_parallel",
-            "device.data_parallel",
-        ),
+    (
         Range(1, 10**4),
+        "decoding.beam_width decoding.n replay.repeats device.tensor_parallel device.data_parallel",
     ),
-    **dict.fromkeys(
-        (
-            "model.layers",
-            "model.hidden",
-            "model.heads",
-            "model.kv_heads",
-            "model.head_dim",
-            "model.intermediate",
-        ),
+    (
         Range(1, 10**6),
+        "model.layers model.hidden model.heads model.kv_heads model.head_dim model.intermediate",
     ),
-    "replay.users": _LISTED,
-    **dict.fromkeys(("workload.num_requests", "workload.num_prefixes"), _LISTED),
-    "cache.block_size": Range(1, 10**6),  # tables of one entry for each slot of a block
-    **dict.fromkeys(("cache.pool_tokens", "cache.pool_blocks"), _SLOTS),
-    **dict.fromkeys(("cache.max_model_len", "model.max_position"), Range(2, 10**9)),
-    "model.vocab": Range(
-        8, 10**9
-    ),  # calibration searches with a few beams, which need as many tokens to choose from
-    "engine.threads": Range(1, 256),
-    "workers": Range(0, 1024),
-    "execute.cpus": Range(1, 1024),
-    "execute.gpus": Range(0, 64),
-    "execute.memory_gb": Range(0.1, 1e5),
-    "execute.attempts": Range(1, 100),
-    "execute.jobs": Range(1, 1000),  # clusters limit the tasks of an array, Slurm's default is 1,000
-    "execute.job_min_s": Range(0, 1e6),
-    "execute.spread_s": Range(0, 1e6),
-    "execute.minutes": Range(3, 525_600),  # Slurm may warn a job up to a minute early
-    "execute.poll_s": Range(0.1, 3600),
-    "workload.request_rate": Range(1e-6, 1e9),  # arrivals are whole microseconds in 64 bits
-    "workload.length_scale": Range(1e-6, 1e6),
-    "trace.arrival_rate": Range(1e-6, 1e9),
-    "trace.arrival_shape": Range(0.01, 1000),
-    **dict.fromkeys(("workload.seed", "model.seed"), _SEED),
-    "cache.host_tokens": Range(0, 10**9),
-    "cache.keep_s": Range(0, _SECONDS),
-    "cache.keep_tokens": Range(0, 10**9),
-    "cache.state_every": Range(1, 10**9),
-    "decoding.draft_tokens": Range(0, 10**4),
-    "workload.prefix_zipf": Range(0, 100),  # beyond, every prompt has the first prefix
-    "replay.think_s": Range(0, _SECONDS),
-    "replay.residency": Range(0, 1, open_low=True),
-    "replay.duration_s": Range(0, _SECONDS, open_low=True),
-    "decoding.temperature": Range(0, 1e6, open_low=True),
-    **dict.fromkeys(
-        (
-            "device.step_overhead_us",
-            "device.layer_overhead_us",
-            "device.attention_overhead_us",
-            "device.row_overhead_us",
-            "device.link_latency_us",
-            "device.host_link_latency_us",
-        ),
-        _MICROSECONDS,
-    ),
-    **dict.fromkeys(
-        (
-            "device.memory_gb",
-            "device.bandwidth_gbs",
-            "device.tflops",
-            "device.link_gbs",
-            "device.host_link_gbs",
-        ),
-        _FIGURE,
-    ),
-    **dict.fromkeys(
-        ("device.activation_gb", "device.other_memory_gb", "device.graph_memory_gb", "device.l2_mib"),
-        Range(0, 1e9),
-    ),
-    "device.multiprocessors": Range(0, 10**6),
-    "device.clock_ghz": Range(0, 1e3),
-    **dict.fromkeys(
-        (
-            *(
-                "model.experts",
-                "model.expert_intermediate",
-                "model.shared_intermediate",
-                "model.dense_layers",
-            ),
-            *("model.windowed_layers", "model.latent_rank", "model.rope_dim", "model.value_dim"),
-            *("model.state_layers", "model.state_bytes"),
-            "model.query_rank",
-        ),
-        Range(0, 10**9),
-    ),
-    **dict.fromkeys(("model.experts_per_token", "model.weight_group", "model.window"), _COUNT),
-    "model.expert_skew": Range(0, 10),
-    **dict.fromkeys(
-        ("workload.prefix_share", "trace.share", "decoding.beam_churn", "decoding.acceptance"), _SHARE
-    ),
-    "decoding.branch_hazard": Range(0, 1, open_high=True),
-    "scheduler.watermark": Range(0, 1, open_high=True),
-    "replay.burstiness": Range(0.01, 100),
-    **dict.fromkeys(
-        (
-            "device.memory_utilization",
-            *("device.bandwidth_efficiency", "device.kv_efficiency", "device.link_efficiency"),
-            *("device.compute_efficiency", "device.attention_efficiency"),
-        ),
+    (_LISTED, "replay.users workload.num_requests workload.num_prefixes"),
+    (Range(1, 10**6), "cache.block_size"),  # tables of one entry for each slot of a block
+    (_SLOTS, "cache.pool_tokens cache.pool_blocks"),
+    (Range(2, 10**9), "cache.max_model_len model.max_position"),
+    (Range(8, 10**9), "model.vocab"),  # calibration searches with a few beams, which need as many tokens
+    (Range(1, 256), "engine.threads"),
+    (Range(0, 1024), "workers"),
+    (Range(1, 1024), "execute.cpus"),
+    (Range(0, 64), "execute.gpus"),
+    (Range(0.1, 1e5), "execute.memory_gb"),
+    (Range(1, 100), "execute.attempts"),
+    (Range(1, 1000), "execute.jobs"),  # clusters limit the tasks of an array, Slurm's default is 1,000
+    (Range(0, 1e6), "execute.job_min_s execute.spread_s"),
+    (Range(3, 525_600), "execute.minutes"),  # Slurm may warn a job up to a minute early
+    (Range(0.1, 3600), "execute.poll_s"),
+    (Range(1e-6, 1e9), "workload.request_rate"),  # arrivals are whole microseconds in 64 bits
+    (Range(1e-6, 1e6), "workload.length_scale"),
+    (Range(1e-6, 1e9), "trace.arrival_rate"),
+    (Range(0.01, 1000), "trace.arrival_shape"),
+    (_SEED, "workload.seed model.seed"),
+    (Range(0, 10**9), "cache.host_tokens"),
+    (Range(0, _SECONDS), "cache.keep_s"),
+    (Range(0, 10**9), "cache.keep_tokens"),
+    (Range(1, 10**9), "cache.state_every"),
+    (Range(0, 10**4), "decoding.draft_tokens"),
+    (Range(0, 100), "workload.prefix_zipf"),  # beyond, every prompt has the first prefix
+    (Range(0, _SECONDS), "replay.think_s"),
+    (Range(0, 1, open_low=True), "replay.residency"),
+    (Range(0, _SECONDS, open_low=True), "replay.duration_s"),
+    (Range(0, 1e6, open_low=True), "decoding.temperature"),
+    (_MICROSECONDS, "device.step_overhead_us device.layer_overhead_us device.attention_overhead_us"),
+    (_MICROSECONDS, "device.row_overhead_us device.link_latency_us device.host_link_latency_us"),
+    (_FIGURE, "device.memory_gb device.bandwidth_gbs device.tflops device.link_gbs device.host_link_gbs"),
+    (Range(0, 1e9), "device.activation_gb device.other_memory_gb device.graph_memory_gb device.l2_mib"),
+    (Range(0, 10**6), "device.multiprocessors"),
+    (Range(0, 1e3), "device.clock_ghz"),
+    (Range(0, 10**9), "model.experts model.expert_intermediate model.shared_intermediate model.dense_layers"),
+    (Range(0, 10**9), "model.windowed_layers model.latent_rank model.rope_dim model.value_dim"),
+    (Range(0, 10**9), "model.state_layers model.state_bytes model.query_rank"),
+    (_COUNT, "model.experts_per_token model.weight_group model.window"),
+    (Range(0, 10), "model.expert_skew"),
+    (_SHARE, "workload.prefix_share trace.share decoding.beam_churn decoding.acceptance"),
+    (Range(0, 1, open_high=True), "decoding.branch_hazard scheduler.watermark"),
+    (Range(0.01, 100), "replay.burstiness"),
+    (
         Range(0, 1, open_low=True),
+        "device.memory_utilization device.bandwidth_efficiency device.kv_efficiency",
     ),
-}
+    (
+        Range(0, 1, open_low=True),
+        "device.link_efficiency device.compute_efficiency device.attention_efficiency",
+    ),
+)
+RANGES = {key: allowed for allowed, keys in _ROWS for key in keys.split()}
 
 
 def value_of(config: RunConfig, key: str) -> Any:
@@ -186,16 +130,11 @@ def check_ranges(config: RunConfig) -> Iterator[ConfigError]:
             yield ConfigError(key, f"found {value}, must be {allowed}")
 
 
-def _by_section() -> dict[str, list[tuple[str, Range]]]:
-    found: dict[str, list[tuple[str, Range]]] = {}
-    for key, allowed in RANGES.items():
-        section, _, name = key.rpartition(".")
-        if section:
-            found.setdefault(section, []).append((name, allowed))
-    return found
-
-
-_BY_SECTION = _by_section()
+_BY_SECTION: dict[str, list[tuple[str, Range]]] = {}
+for _key, _allowed in RANGES.items():
+    _section, _, _name = _key.rpartition(".")
+    if _section:
+        _BY_SECTION.setdefault(_section, []).append((_name, _allowed))
 _KINDS = {kind: name for name, kind in get_type_hints(RunConfig).items()}
 
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from harness.metrics.log import FloatArray
 
+# Tokens of a step up to which touched experts are counted; from there on all count as touched.
 MOST_TOKENS = 65_536
-"""Tokens of a step up to which touched experts are counted; from there on all count as touched."""
 
 
 @dataclass(frozen=True)

@@ -46,17 +46,7 @@ from pathlib import Path
 import numpy as np
 
 from harness.config.errors import ConfigError
-from harness.cost.grid import (
-    DECODE_AXES,
-    Grid,
-    GridError,
-    LogGrid,
-    TimedShape,
-    interpolated_grid,
-    left_out_errors,
-    medians,
-    shape_errors,
-)
+from harness.cost import grid
 from harness.cost.model_shape import ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import FloatArray
@@ -260,14 +250,14 @@ def _error(file: Path, line: int, column: str, found: str) -> ConfigError:
 
 START = (12.0, 1.0, 1.0, 3.0, 0.9, 20.0, 1.1, 0.05, 2.0)
 LOW = (0.0, 0.0, 0.0, 0.1, 0.5, 5.0, 0.9, 0.02, 1.0)
+# Of a0, a1, a2, w, eta, r in GB/s, size and width of the transition in L2 caches, p.
 HIGH = (50.0, 20.0, 20.0, 10.0, 1.1, 150.0, 1.27, 0.1, 8.0)
-"""Of a0, a1, a2, w, eta, r in GB/s, size and width of the transition in L2 caches, p."""
 _EACH, _SIZE = 5, 6
 _STARTS = (15.0, 40.0)  # of r: between them the error has several minima
 _ANY_SIZE = (0.05, 4.0)  # of a cache that is not known
 _TILE = 128
+# With fewer shapes the form has too many constants, and logarithms of times are interpolated.
 _FEWEST = 2 * len(START)
-"""With fewer shapes the form has too many constants, and logarithms of times are interpolated."""
 _UNKNOWN_PARALLEL, _UNKNOWN_CACHE, _UNKNOWN_CLOCK = 100.0, 50e6, 1.7
 
 
@@ -331,14 +321,14 @@ def fitted_form(tables: Sequence[Timings]) -> FloatArray:
     return np.asarray(min(fits, key=lambda fit: fit.cost).x, dtype=np.float64)
 
 
-def decode_grid(shapes: Sequence[TimedShape], machine: AttentionMachine) -> Grid:
+def decode_grid(shapes: Sequence[grid.TimedShape], machine: AttentionMachine) -> grid.Grid:
     """The grid of timed decodes of one block size, by the ratio to the form; NaN outside of the timed shapes.
 
     Raises:
         GridError: there are too few shapes for a grid, or they lie on one line.
     """
-    plain = interpolated_grid(shapes, shapes[0].block_size if shapes else 0)
-    us = medians((shape[:2], 1e6 * shape.seconds) for shape in shapes)
+    plain = grid.interpolated_grid(shapes, shapes[0].block_size if shapes else 0)
+    us = grid.medians((shape[:2], 1e6 * shape.seconds) for shape in shapes)
     if len(us) < _FEWEST:
         return plain
     places = np.array(list(us), dtype=np.float64)
@@ -354,9 +344,13 @@ def decode_grid(shapes: Sequence[TimedShape], machine: AttentionMachine) -> Grid
     return replace(plain, seconds=np.where(np.isnan(plain.seconds), np.nan, seconds))
 
 
-def decode_errors(shapes: Sequence[TimedShape], machine: AttentionMachine) -> dict[str, dict[str, float]]:
+def decode_errors(
+    shapes: Sequence[grid.TimedShape], machine: AttentionMachine
+) -> dict[str, dict[str, float]]:
     """Errors of `decode_grid` on shapes that it has not seen, by axis: every other value, then the others."""
-    return left_out_errors("decode", shapes, DECODE_AXES, lambda kept, _: decode_grid(kept, machine))
+    return grid.left_out_errors(
+        "decode", shapes, grid.DECODE_AXES, lambda kept, _: decode_grid(kept, machine)
+    )
 
 
 def _places(rows: FloatArray, slots: FloatArray) -> FloatArray:
@@ -384,11 +378,11 @@ class OperatorCost:
         self._machine = attention_machine(model, device)
         try:
             self._decode = decode_grid(decode, self._machine)
-        except GridError:
+        except grid.GridError:
             raise ConfigError(KEY, _no_decode(table, model, device)) from None
-        self._prefill: Grid | None = None
-        with suppress(GridError):
-            self._prefill = interpolated_grid(prefill, _ANY_BLOCK)
+        self._prefill: grid.Grid | None = None
+        with suppress(grid.GridError):
+            self._prefill = grid.interpolated_grid(prefill, _ANY_BLOCK)
         self._layers = model.layers
         self._layer_products, self._output = _products(rows, model, device)
         self.source = self._source(table, decode, prefill)
@@ -428,7 +422,7 @@ class OperatorCost:
         return _known(tokens, found, otherwise)
 
     def _source(
-        self, table: OperatorTable, decode: Sequence[TimedShape], prefill: Sequence[TimedShape]
+        self, table: OperatorTable, decode: Sequence[grid.TimedShape], prefill: Sequence[grid.TimedShape]
     ) -> CostSource:
         def listed(counts: Mapping[str, int]) -> str:
             return "; ".join(f"{count} {op}" for op, count in counts.items()) or "none"
@@ -437,7 +431,7 @@ class OperatorCost:
         hull = GridHull({"rows": (0.0, max(shape.across for shape in decode))})
         hull.decode, hull.prefill = self._decode, self._prefill
         if hull.prefill is not None:
-            errors |= shape_errors("prefill", prefill, ("tokens", "KV slots"))
+            errors |= grid.shape_errors("prefill", prefill, ("tokens", "KV slots"))
         other = self._roofline.source
         facts = {
             "what": "attention (and dense layers) from timed operators, all else from datasheet rates and fixed times",
@@ -485,9 +479,9 @@ def _geometry(row: OperatorRow) -> tuple[int, int, int, str]:
     return row.shape["heads"], row.shape["kv_heads"], row.shape["head_dim"], dtype
 
 
-def _shapes(rows: Sequence[OperatorRow], op: str, across: str) -> list[TimedShape]:
+def _shapes(rows: Sequence[OperatorRow], op: str, across: str) -> list[grid.TimedShape]:
     mine = (row for row in rows if row.op == op)
-    return [TimedShape(row.shape[across], row.shape["context"], _ANY_BLOCK, row.seconds) for row in mine]
+    return [grid.TimedShape(row.shape[across], row.shape["context"], _ANY_BLOCK, row.seconds) for row in mine]
 
 
 def _no_decode(table: OperatorTable, model: ModelShape, device: DeviceShape) -> str:
@@ -503,7 +497,7 @@ def _no_decode(table: OperatorTable, model: ModelShape, device: DeviceShape) -> 
 
 def _products(
     rows: Sequence[OperatorRow], model: ModelShape, device: DeviceShape
-) -> tuple[list[LogGrid], LogGrid | None]:
+) -> tuple[list[grid.LogGrid], grid.LogGrid | None]:
     """The products of one layer and the output's; empty where the table lacks one, or layers are not plain."""
     width = {1: "fp8", 2: "bf16", 4: "fp32"}[model.bytes_per_element]
     timed: dict[tuple[int, int], dict[int, float]] = {}
@@ -523,7 +517,7 @@ def _products(
     if not plain or any(pair not in timed for pair in (*layer, output)):
         return [], None
     grids = {
-        pair: LogGrid([sorted(times)], np.array([times[m] for m in sorted(times)]))
+        pair: grid.LogGrid([sorted(times)], np.array([times[m] for m in sorted(times)]))
         for pair, times in timed.items()
     }
     return [grids[pair] for pair in layer], grids[output]

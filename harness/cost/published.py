@@ -122,8 +122,9 @@ def _some(count: Amount) -> Amount:
 
 
 PACKAGE = "aiconfigurator-core"
+# The one version whose calls and tables were checked; `pyproject.toml` pins the same.
 VERSION = "0.12.0"
-"""The one version whose calls and tables were checked; `pyproject.toml` pins the same."""
+# The package's name of each device, by ours.
 SYSTEMS: Mapping[str, str] = {
     "a100_80gb": "a100_sxm",
     "h100": "h100_sxm",
@@ -133,17 +134,16 @@ SYSTEMS: Mapping[str, str] = {
     "b300": "b300_sxm",
     "rtx_pro_6000": "rtx_pro_6000_server",
 }
-"""The package's name of each device, by ours."""
 _TYPICAL = {
     "decode of 32 rows with 1,024 slots each": (32, 1024),
     "a chunk of 2,048 prompt tokens": (1, 2048),
 }
+# What the record says of decode attention; `harness.scoreboard.published_runs.package_errors` measures the errors.
 INTERPOLATION = (
     "the package's own interpolation between timed shapes, not the ratio to a form of cost=operators. With every "
     "other timed value of rows or KV left out, so that neighbours lie four-fold apart, it missed these by 4.3 to 6.2 % "
     "in the mean on six GPUs; it returns the shapes that were timed as they are"
 )
-"""What the record says of decode attention; `harness.scoreboard.published_runs.package_errors` measures the errors."""
 PerOp = tuple[str, float, float, str]
 
 
@@ -152,13 +152,11 @@ class Handle(Protocol):
 
     def decode_step_per_op(self, gen_tokens: int, isl: int, osl: int) -> list[PerOp]:
         """The operators of one decode step."""
-        ...
 
     def run_static_per_op(
         self, *, batch_size: int, isl: int, osl: int, prefix: int, mode: str
     ) -> tuple[list[PerOp], list[PerOp]]:
         """The operators of a prefill, and of the decoding after it."""
-        ...
 
 
 @dataclass(frozen=True)

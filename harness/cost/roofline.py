@@ -324,9 +324,9 @@ def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
 
 HEAD_DIM, MOST_GROUP = 128, 16  # the shapes that share the code of the table's kernels
 REFERENCE = 64  # the page size at which the tables were timed that `kv_efficiency` comes from
+# The largest median error of the static model on a GPU, above 128 MB of KV (docs/kernel-speed.md). It is for whole
+# times of a public kernel at one page size; how far errors at two block sizes cancel is not known.
 UNCERTAINTY = 0.18
-"""The largest median error of the static model on a GPU, above 128 MB of KV (docs/kernel-speed.md). It is for whole
-times of a public kernel at one page size; how far errors at two block sizes cancel is not known."""
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,13 @@ from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
 
+_DECODE = (
+    AT.decode_rows,
+    AT.decode_kv,
+    AT.decode_distinct_kv,
+    AT.decode_padded_kv,
+    AT.decode_padded_blocks,
+)
 _PREFILL = (AT.prefill_rows, AT.prefill_tokens, AT.prefill_kv, AT.prefill_blocks, AT.prefill_work)
 
 
@@ -46,24 +53,12 @@ class TableCost:
         if not np.any(rows):
             return 0.0
         even = kv * (1.0 / self.block_size)
-        uneven = (features[AT.decode_padded_kv] - kv) * self._slot_s + (
-            features[AT.decode_padded_blocks] - even
-        ) * self._block_s
-        shared = (features[AT.decode_distinct_kv] - kv) * self._coefficients[AT.decode_distinct_kv]
+        prices = self._coefficients
+        padded = (features[AT.decode_padded_kv] - kv) * prices[AT.decode_padded_kv]
+        uneven = padded + (features[AT.decode_padded_blocks] - even) * prices[AT.decode_padded_blocks]
+        shared = (features[AT.decode_distinct_kv] - kv) * prices[AT.decode_distinct_kv]
         found = self.decode.at(rows, kv / _some(rows)) + uneven + shared
-        return _known(
-            rows,
-            found,
-            self._fitted(
-                features,
-                AT.decode_rows,
-                AT.decode_kv,
-                AT.decode_distinct_kv,
-                AT.decode_padded_kv,
-                AT.decode_padded_blocks,
-                floor=True,
-            ),
-        )
+        return _known(rows, found, self._fitted(features, *_DECODE, floor=True))
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
         """The seconds of the mean chunk, times the number of chunks."""
@@ -87,14 +82,6 @@ class TableCost:
     @cached_property
     def _coefficients(self) -> list[float]:
         return list(self.fitted.coefficients().values())
-
-    @property
-    def _slot_s(self) -> float:
-        return self._coefficients[AT.decode_padded_kv]
-
-    @property
-    def _block_s(self) -> float:
-        return self._coefficients[AT.decode_padded_blocks]
 
 
 def _some(count: Amount) -> Amount:

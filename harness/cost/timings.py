@@ -59,9 +59,9 @@ SDPA = "sdpa"  # torch's fused attention on contiguous KV
 
 
 TABLE = "kernels.parquet"
+# Folders in which the run that belongs to a sweep is looked for, relative to the results folder: inside it, beside it
+# (where `make gpu` writes it), and where `bench kernels` writes by default.
 SEARCHED_FOLDERS = ("kernels", "../kernels", "../bench/kernels")
-"""Folders in which the run that belongs to a sweep is looked for, relative to the results folder: inside it, beside it
-(where `make gpu` writes it), and where `bench kernels` writes by default."""
 
 _POSITIVE = (
     *("batch", "context", "block_size", "heads", "kv_heads", "head_dim", "queries"),

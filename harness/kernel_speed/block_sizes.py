@@ -101,13 +101,8 @@ def table_text(baseline: Path) -> str:
 SHAPES = ((16, 4096), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (64, 8192))
 PREFILL = "prefill/bf16/d128/g4/bs16/vector"
 PREFILL_WARPS, PREFILL_ROWS = 8, 128
-_ALIKE = {
-    80: 80,
-    86: 80,
-    89: 80,
-    90: 90,
-    120: 80,
-}  # whose launch a GPU has; sm_100's products are not modelled
+# whose launch a GPU has; sm_100's products are not modelled
+_ALIKE = {80: 80, 86: 80, 89: 80, 90: 90, 120: 80}
 
 
 def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
@@ -139,9 +134,8 @@ def prefill_share(case: Mapping[str, Any], gpu: Gpu) -> float:
     programs = kernel.seats(gpu.capability)
     keys = keys_of(kernel, 2)
     cycles = max(kernel.replay.loop, kernel.pipe(programs))
-    matrix = (
-        gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
-    )  # multiply-adds a cycle
+    # multiply-adds a cycle
+    matrix = gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
     return float(programs * 2 * PREFILL_ROWS * keys * DIM / cycles / matrix)
 
 

@@ -4,7 +4,7 @@ Latencies: clock cycles of pointer chases in github.com/RRZE-HPC/gpu-benches (gp
 L40, GH200) for L2 and memory; Luo et al., "Benchmarking and Dissecting the Nvidia Hopper GPU Architecture" (arXiv
 2402.13499) for shared memory, within 10 % of Jia et al. on Volta (arXiv 1804.06826) and Abdelkhalik et al. on Ampere
 (arXiv 2208.11174), which give the arithmetic pipes, shuffles and matrix instructions.
-No such table was found for sm_86, sm_100 and sm_120. They take sm_89's and sm_90's figures, a guess (`GUESSED`).
+No such table was found for sm_86, sm_100 and sm_120. They take sm_89's and sm_90's figures, a guess.
 
 Shares of the datasheet's bandwidth that reading reaches: gpu-stream in the same repository, the best `read` of A100
 80 GB (1,776 of 2,039 GB/s), A100 40 GB (1,500 of 1,555), L40 (845 of 864); best `triad` of GH200 (3,783 of 4,000;
@@ -49,7 +49,6 @@ AMPERE = Latencies(memory=552, l2=246, l1=33, shared=29, matrix=8, warp_group=0)
 AMPERE_GRAPHICS = Latencies(memory=625, l2=274, l1=34, shared=30, matrix=16, warp_group=0)
 HOPPER = Latencies(memory=688, l2=280, l1=32, shared=29, matrix=8, warp_group=2048)
 LATENCIES = {80: AMPERE, 90: HOPPER, 100: HOPPER} | dict.fromkeys((86, 89, 120), AMPERE_GRAPHICS)
-GUESSED = frozenset({86, 100, 120})  # architectures whose figures are those of a neighbour
 
 
 @dataclass(frozen=True)

@@ -219,7 +219,6 @@ class Warp:
     """
 
     now: float = 0.0
-    issued: int = 0
     boards: list[list[float]] = field(default_factory=lambda: [[] for _ in range(6)])
     open_copies: list[float] = field(default_factory=list)
     groups: list[int] = field(default_factory=list)  # copies of each group that was not waited for
@@ -251,7 +250,6 @@ def run(warp: Warp, code: Iterable[Instruction], latencies: Latencies, crowd: in
         if is_copy(one):
             warp.open_copies.append(warp.now + latencies.memory)
         _set_boards(warp, one, latencies)
-        warp.issued += 1
         warp.now += max(crowd, one.stall)
         if one.name == "BAR" and not one.never:
             warp.now += latencies.barrier
@@ -412,9 +410,8 @@ def _shared_cycles(one: Instruction) -> float:
     if one.never or one.name not in (*_SHARED, "LDGSTS", "SHFL"):
         return 0.0
     if one.name == "LDSM":
-        matrices = one.opcode.rpartition(".")[
-            2
-        ]  # LDSM.16.M88.4 reads four of 128 bytes each, LDSM.16.M88 one
+        # LDSM.16.M88.4 reads four of 128 bytes each, LDSM.16.M88 one
+        matrices = one.opcode.rpartition(".")[2]
         return float(matrices) if matrices.isdigit() else 1.0
     return 4.0 if ".128" in one.opcode else 2.0 if ".64" in one.opcode else 1.0
 

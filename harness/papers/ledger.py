@@ -4,8 +4,6 @@ A row holds where the computed values are the right ones of the row (`found`), a
 with them exactly when its verdict says that it is right. So a changed formula of the core breaks rows.
 """
 
-import csv
-import io
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,6 +21,7 @@ from harness.environment import ENGINE, missing
 from harness.papers import attention, behaviour, sizes
 from harness.store.atomic import write_files
 
+# The verdict of a row, and how it is shown.
 VERDICTS: Mapping[str, str] = {
     "right": "right",
     "condition": "right if",
@@ -30,13 +29,12 @@ VERDICTS: Mapping[str, str] = {
     "open": "open",
     "none": "no claim",
 }
-"""The verdict of a row, and how it is shown."""
 
+# How far a computed value may be from the row's, relative: rows state four digits and more.
 EXACT = 5e-4
-"""How far a computed value may be from the row's, relative: rows state four digits and more."""
 
+# How far a claim's value may be from the computed one, relative, to count as the same, unless its row says else.
 ROUNDED = 0.01
-"""How far a claim's value may be from the computed one, relative, to count as the same, unless its row says else."""
 
 
 @dataclass(frozen=True)
@@ -177,13 +175,8 @@ def _text(value: Any) -> str:
 def tally(judged: Iterable[JudgedClaim]) -> str:
     """How many claims there are of each verdict, in words."""
     counts = Counter(one.claim.verdict for one in judged)
-    words = {
-        "right": "right",
-        "condition": "right under the condition given",
-        "wrong": "wrong as stated",
-        "open": "open",
-        "none": "that cannot be tested",
-    }
+    longer = {"condition": "right under the condition given", "wrong": "wrong as stated"}
+    words = {**VERDICTS, **longer, "none": "that cannot be tested"}
     parts = [f"{counts[verdict]} {text}" for verdict, text in words.items() if counts[verdict]]
     return f"{counts.total()} claims: {', '.join(parts)}"
 
@@ -200,16 +193,14 @@ def write_claims(judged: Sequence[JudgedClaim], folder: Path, command: str) -> P
 
 def table(judged: Sequence[JudgedClaim]) -> str:
     """All rows as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_COLUMNS)
+    import pandas as pd
+
+    rows = []
     for one in judged:
         claim = one.claim
         verdict, holds = VERDICTS[claim.verdict], "yes" if one.holds else "; ".join(one.faults)
-        writer.writerow(
-            [claim.id, claim.source, claim.says, verdict, one.shown, claim.right, claim.why, holds]
-        )
-    return text.getvalue()
+        rows.append([claim.id, claim.source, claim.says, verdict, one.shown, claim.right, claim.why, holds])
+    return pd.DataFrame(rows, columns=list(_COLUMNS)).to_csv(index=False, lineterminator="\n")
 
 
 def page(judged: Sequence[JudgedClaim], command: str) -> str:

@@ -22,8 +22,8 @@ from harness.store.reading import read_store
 from harness.sweep.execute import execute
 from harness.sweep.plan import SweepPlan, plan_sweep, run_request
 
+# A grid, the overrides that choose one of its points, and a metric; metrics joined by `+` are added.
 Place = tuple[str, tuple[str, ...], str]
-"""A grid, the overrides that choose one of its points, and a metric; metrics joined by `+` are added."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ def _bar(row: dict[str, Any]) -> Bar:
     return Bar(printed=tuple(printed) if isinstance(printed, list) else printed, **row)
 
 
+# The records of each grid, in the order of its points.
 Grids = Mapping[str, Sequence[PointRecord]]
-"""The records of each grid, in the order of its points."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Reproduced figures as files: a picture and a CSV for each, `results.json`, a README, and one HTML page."""
 
 import json
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,29 +9,18 @@ from typing import TYPE_CHECKING
 from harness.config.errors import UserError
 from harness.metrics import METRICS
 from harness.papers.reproduce import JudgedBar, Result
+from harness.report import style
 from harness.report.figures.series import axis_scale, value_axis
-from harness.report.style import (
-    COLUMN_IN,
-    PAGE_IN,
-    PALETTE,
-    Drawing,
-    filled,
-    inline,
-    new_figure,
-    pdf_bytes,
-    style,
-    svg_bytes,
-)
 from harness.store.atomic import write_files
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-_PRINTED, _OURS = "#b8b8b8", PALETTE[0]
+_PRINTED, _OURS = "#b8b8b8", style.PALETTE[0]
 
 
-def draw(result: Result) -> Drawing | None:
+def draw(result: Result) -> style.Drawing | None:
     """Stacked bars, bars or curves; None where there is nothing to draw. Call under `style()`."""
     import pandas as pd
 
@@ -39,7 +28,9 @@ def draw(result: Result) -> Drawing | None:
         return None
     found = result.experiment
     panels = bool(result.bars) + bool(result.curves)
-    figure = new_figure(COLUMN_IN if panels == 1 else PAGE_IN, max(2.4, 0.8 + 0.22 * len(result.bars)))
+    figure = style.new_figure(
+        style.COLUMN_IN if panels == 1 else style.PAGE_IN, max(2.4, 0.8 + 0.22 * len(result.bars))
+    )
     axes = list(figure.subplots(1, panels, squeeze=False)[0])
     if result.curves:
         _curves(axes.pop(), result)
@@ -62,7 +53,7 @@ def draw(result: Result) -> Drawing | None:
         for x, y in points
     ]
     caption = f"{found.figure}: {found.title}. Grey: printed in the paper. Coloured: ours. {found.data}"
-    return Drawing(found.name, caption, figure, pd.DataFrame(rows))
+    return style.Drawing(found.name, caption, figure, pd.DataFrame(rows))
 
 
 def _shown(one: JudgedBar) -> str:
@@ -98,14 +89,14 @@ def _stacked(axes: "Axes", result: Result) -> None:
     for place, system in enumerate(systems):
         for side, shift, alpha in (("printed", -0.2, 0.45), ("ours", 0.2, 1.0)):
             left = 0.0
-            for part, colour in zip(parts, PALETTE, strict=False):
+            for part, colour in zip(parts, style.PALETTE, strict=False):
                 for one in result.bars:
                     if (one.bar.of, one.bar.part) == (system, part):
                         width = _middle(one) if side == "printed" else one.ours
                         axes.barh(place + shift, width, 0.36, left=left, color=colour, alpha=alpha)
                         left += width
             axes.text(left + 1, place + shift, side, va="center", fontsize=6)
-    for part, colour in zip(parts, PALETTE, strict=False):
+    for part, colour in zip(parts, style.PALETTE, strict=False):
         axes.barh(0, 0, color=colour, label=part)
     axes.set_yticks(range(len(systems)), systems)
     axes.invert_yaxis()
@@ -120,7 +111,7 @@ def _curves(axes: "Axes", result: Result) -> None:
     assert result.experiment.curves is not None
     _, key, metric = result.experiment.curves
     scale, unit = axis_scale(metric, max(y for points in result.curves.values() for _, y in points))
-    for (name, points), colour in zip(result.curves.items(), PALETTE, strict=False):
+    for (name, points), colour in zip(result.curves.items(), style.PALETTE, strict=False):
         axes.plot([x for x, _ in points], [scale * y for _, y in points], "o-", color=colour, label=name)
     value_axis(axes, key, sorted({x for points in result.curves.values() for x, _ in points}))
     axes.set_ylabel(f"{METRICS[metric].label} ({unit})")
@@ -164,30 +155,22 @@ def _error(one: JudgedBar) -> str:
 def kept(result: Result) -> Kept:
     """The texts of a result."""
     found = result.experiment
-    bars = []
-    for one in result.bars:
-        shown = one.bar.printed
-        bars.append(
-            {
-                "of": one.bar.of,
-                "part": one.bar.part,
-                "printed": f"{shown[0]:g} to {shown[1]:g}" if isinstance(shown, tuple) else f"{shown:g}",
-                "ours": f"{one.ours:.4g}" if one.ours < 1e4 else f"{one.ours:.0f}",
-                "error": _error(one),
-            }
-        )
+    bars = [
+        {
+            "of": one.bar.of,
+            "part": one.bar.part,
+            "printed": _shown(one),
+            "ours": f"{one.ours:.4g}" if one.ours < 1e4 else f"{one.ours:.0f}",
+            "error": _error(one),
+        }
+        for one in result.bars
+    ]
+    said = {
+        name: getattr(found, name)
+        for name in ("name", "figure", "title", "source", "data", "unit", "choices")
+    }
     return Kept(
-        found.name,
-        found.figure,
-        found.title,
-        found.source,
-        found.data,
-        found.unit,
-        result.verdict,
-        bars,
-        found.choices,
-        result.points,
-        round(result.seconds, 1),
+        **said, verdict=result.verdict, bars=bars, points=result.points, seconds=round(result.seconds, 1)
     )
 
 
@@ -195,15 +178,11 @@ def write_results(results: Sequence[Result], folder: Path, order: Sequence[str])
     """Write what was reproduced, beside what the folder holds already; returns the path of the page."""
     found = {**read_kept(folder), **{result.experiment.name: kept(result) for result in results}}
     out: dict[str, bytes] = {}
-    with style():
+    with style.style():
         for result in results:
             drawing = draw(result)
             if drawing is not None:
-                name = drawing.name
-                table = drawing.data.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-                out[f"{name}.csv"] = table.encode()
-                out[f"{name}.svg"] = svg_bytes(drawing.figure, name)
-                out[f"{name}.pdf"] = pdf_bytes(drawing.figure)
+                out |= style.drawing_files(drawing, digits=6)
     ordered = [found[name] for name in order if name in found]
     svgs = {
         one.name: out.get(f"{one.name}.svg") or (folder / f"{one.name}.svg").read_bytes()
@@ -211,7 +190,13 @@ def write_results(results: Sequence[Result], folder: Path, order: Sequence[str])
         if f"{one.name}.svg" in out or (folder / f"{one.name}.svg").exists()
     }
     out[KEPT] = (json.dumps([asdict(one) for one in ordered], indent=1, ensure_ascii=False) + "\n").encode()
-    out["README.md"] = _readme(ordered, svgs, [name for name in order if name not in found]).encode()
+    readme = style.filled(
+        Path(__file__).with_name("reproduce.md.j2"),
+        found=ordered,
+        drawn=svgs.keys(),
+        missing=[name for name in order if name not in found],
+    )
+    out["README.md"] = readme.encode()
     out[PAGE] = _page(ordered, svgs).encode()
     write_files(folder, out)
     return folder / PAGE
@@ -230,47 +215,11 @@ def read_kept(folder: Path) -> dict[str, Kept]:
         ) from None
 
 
-def _readme(found: Sequence[Kept], drawn: Container[str], missing: Sequence[str]) -> str:
-    lines = [
-        "# Published figures, reproduced",
-        "",
-        "Made by `python -m harness reproduce`. Everything is simulated: no figure here was measured on a GPU.",
-        "Each section names the data that stood in for the paper's, and what the paper leaves open.",
-        "",
-        "| name | figure | verdict |",
-        "|---|---|---|",
-        *(f"| [{one.name}](#{one.name}) | {one.figure}: {one.title} | {one.verdict} |" for one in found),
-    ]
-    if missing:
-        lines += ["", f"Not run yet: {', '.join(missing)}."]
-    for one in found:
-        lines += ["", f"## {one.name}", "", f"{one.figure} of {one.source}: {one.title}. {one.data}", ""]
-        if one.name in drawn:
-            lines += [f"![{one.figure}: {one.title}]({one.name}.svg)", ""]
-        if one.bars:
-            lines += [f"| | printed, {one.unit} | ours | error |", "|---|---|---|---|"]
-            lines += [
-                f"| {_named(bar)} | {bar['printed']} | {bar['ours']} | {bar['error']} |" for bar in one.bars
-            ]
-            lines.append("")
-        lines += [f"Verdict: {one.verdict}."]
-        if one.choices:
-            chosen = [f"* {text}" for text in one.choices]
-            lines += ["", "Not said in the paper, and chosen here:", "", *chosen]
-        if one.points:
-            lines += ["", f"{one.points} simulated points, {one.seconds:.0f} s of work."]
-    return "\n".join(lines) + "\n"
-
-
-def _named(bar: Mapping[str, str]) -> str:
-    return " ".join(part for part in (bar["of"], bar["part"]) if part)
-
-
 def _page(found: Sequence[Kept], svgs: Mapping[str, bytes]) -> str:
     from markupsafe import Markup
 
-    return filled(
+    return style.filled(
         Path(__file__).with_name("reproduce.html.j2"),
         found=found,
-        svgs={name: Markup(inline(svg, name, name)) for name, svg in svgs.items()},
+        svgs={name: Markup(style.inline(svg, name, name)) for name, svg in svgs.items()},
     )

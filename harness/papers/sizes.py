@@ -30,8 +30,8 @@ from harness.config.ranges import RANGES
 from harness.cost.model_shape import ModelShape
 from harness.metrics.analytic import expected_tail_waste
 
+# Token ids of each prompt.
 Prompts = Sequence[Sequence[int]]
-"""Token ids of each prompt."""
 
 
 class StepUsage(NamedTuple):
@@ -143,8 +143,8 @@ def admitted(manager: PagedManager, group: Group, tokens: int) -> None:
 
 
 GIB, MIB, KIB = 1 << 30, 1 << 20, 1 << 10
+# Named values: numbers, truths, or lists of them.
 Found = dict[str, object]
-"""Named values: numbers, truths, or lists of them."""
 
 
 def shape_of(model: str) -> ModelShape:

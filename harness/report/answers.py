@@ -334,8 +334,7 @@ def _knees(study: Study, axes: Axes) -> Iterator[str]:
         span = f"{min(found):g}" if min(found) == max(found) else f"{min(found):g} to {max(found):g}"
         rest = f"; at {len(knees) - len(found)} it does not" if len(found) < len(knees) else ""
         yield (
-            f"{policy}: normalized latency doubles at {span} requests/s at {len(found)} of {len(knees)} "
-            f"settings{rest}."
+            f"{policy}: normalized latency doubles at {span} requests/s at {len(found)} of {len(knees)} settings{rest}."
         )
 
 

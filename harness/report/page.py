@@ -14,22 +14,13 @@ from typing import TYPE_CHECKING, Any
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict
-from harness.report import provenance, tables
+from harness.report import provenance, tables, verdict_text
 from harness.report.answers import answers
 from harness.report.axes import POLICY, Axes, label, plain_point, reference, short_label
 from harness.report.figures.series import axis_scale, policy_style
 from harness.report.study import MOST_POINTS, Study, spread
 from harness.report.style import Drawing, Picture, filled, inline
 from harness.report.tables import Table
-from harness.report.verdict_text import (
-    answer,
-    completeness,
-    judged,
-    oracle_lines,
-    pace_lines,
-    soundness,
-    thinned,
-)
 
 if TYPE_CHECKING:
     pass
@@ -44,8 +35,8 @@ EXPLORED = ("request_throughput", "output_throughput", "generated_throughput", "
 _DRAWN_SIDES: tuple[Side, ...] = ("simulated", "measured", "low", "high")
 _DIGITS = 5
 
+# How the figures of one metric at one point stand in the page.
 Figures = int | float | list[int | float | None] | None
-"""How the figures of one metric at one point stand in the page."""
 
 
 def shown_records(study: Study) -> list[PointRecord]:
@@ -142,8 +133,8 @@ class ExtraSection:
     notes: Sequence[str] = field(default=())
 
 
+# Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw.
 SectionMaker = Callable[[Study], ExtraSection]
-"""Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +169,8 @@ def build_page(
     """
     from markupsafe import Markup
 
-    verdict = judged(study)
-    shown = {name: _shown(picture, svgs) for name, picture in pictures.items()}
+    verdict = verdict_text.judged(study)
+    shown = {name: in_page(picture, svgs) for name, picture in pictures.items()}
     sections = _sections(study, axes, shown, added)
     points = points_json(study, axes)
     return filled(
@@ -188,19 +179,23 @@ def build_page(
         script=Markup((_FOLDER / "explorer.js").read_text(encoding="utf-8")),
         points_data=Markup(points),
         complete=not (study.failures or study.absent or study.problems or verdict.unfinished),
-        completeness=completeness(study, verdict),
+        completeness=verdict_text.completeness(study, verdict),
         cautions=[
-            *thinned(study),
+            *verdict_text.thinned(study),
             *provenance.cautions(study),
             *(f"{one.title}: {line}" for one in added for line in one.warnings),
         ],
-        answer=answer(verdict, study.records),
+        answer=verdict_text.answer(verdict, study.records),
         answers=answers(study, axes, verdict),
         tone=_tone(verdict),
         margins=", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES),
         floor_factor=f"{FLOOR_FACTOR:g}",
         worst_factor=f"{WORST_FACTOR:g}",
-        checks=[*soundness(verdict), *oracle_lines(study.records), *pace_lines(study.records)],
+        checks=[
+            *verdict_text.soundness(verdict),
+            *verdict_text.oracle_lines(study.records),
+            *verdict_text.pace_lines(study.records),
+        ],
         verdict_table=tables.verdict_table(verdict),
         errors=shown["errors"],
         changes=provenance.trace_changes(study.records),
@@ -219,7 +214,8 @@ def _contents(sections: "Sequence[Section]", *, explored: bool) -> list[tuple[st
     return [*first, *((one.key, one.title) for one in sections), ("again", "Make it again")]
 
 
-def _shown(picture: Picture, svgs: Svgs) -> Shown:
+def in_page(picture: Picture, svgs: Svgs) -> Shown:
+    """The figure as a page shows it: its SVG and caption, or the reason why there is none."""
     from markupsafe import Markup
 
     if isinstance(picture, Drawing):

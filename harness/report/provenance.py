@@ -180,9 +180,8 @@ def _moved(study: Study) -> Iterable[str]:
     off = [ratio for ratio, _ in paces if not _MOVED[0] <= ratio <= _MOVED[1]]
     if off:
         yield (
-            f"The device moved: at {len(off):,} of {len(paces):,} points it ran at {min(off):.2f} to "
-            f"{max(off):.2f} times its "
-            "calibrated step time. Times were corrected for that, and the correction is an estimate."
+            f"The device moved: at {len(off):,} of {len(paces):,} points it ran at {min(off):.2f} to {max(off):.2f} "
+            "times its calibrated step time. Times were corrected for that, and the correction is an estimate."
         )
     unsteady = [r for r in study.records if r.provenance.get("stability", {}).get("moved")]
     if unsteady:
@@ -198,8 +197,7 @@ def _outside(study: Study) -> Iterable[str]:
     if over:
         yield (
             f"Extrapolation: at {numbered(len(over), 'point')} up to {100 * max(over):.0f} % of the predicted time "
-            "lies outside the range "
-            "that the cost model was measured on."
+            "lies outside the range that the cost model was measured on."
         )
 
 

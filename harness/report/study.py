@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# The most points of a store that is shown whole.
 MOST_WHOLE = 2000
-"""The most points of a store that is shown whole."""
+# The most points that the page shows of a larger one.
 MOST_SHOWN = 1000
-"""The most points that the page shows of a larger one."""
+# The most points whose figures lie in the page; `points.csv` has all.
 MOST_POINTS = 1000
-"""The most points whose figures lie in the page; `points.csv` has all."""
 _SHRINK = 0.95  # of the key with the most values, in one step
 
 
@@ -219,8 +219,8 @@ def _places(record: PointRecord) -> bool:
     return isinstance(cache.get("policy"), str) and isinstance(cache.get("block_size"), int)
 
 
+# The points of a sweep: the overrides that tell each from the others, by fingerprint.
 Asked = Mapping[str, Sequence[str]]
-"""The points of a sweep: the overrides that tell each from the others, by fingerprint."""
 
 
 def asked_points(study: Study) -> Asked:

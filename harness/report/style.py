@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+# Width of one column of a two-column paper, inches.
 COLUMN_IN = 3.5
-"""Width of one column of a two-column paper, inches."""
 
+# Width of both columns, inches.
 PAGE_IN = 7.16
-"""Width of both columns, inches."""
 
 # seaborn's "colorblind" palette, by name, so that a setting keeps its colour from figure to figure
 PALETTE = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494")
 GREY = "#6f6f6f"
 WARNING = "#a8201a"
 
+# The most marks that a drawing holds one by one, at some 100 bytes each in a page; more become a picture of dots.
 MOST_DRAWN_MARKS = 600
-"""The most marks that a drawing holds one by one, at some 100 bytes each in a page; more become a picture of dots."""
 
 STATE_COLOURS: Mapping[str, str] = {
     "token": "#0173b2",
@@ -120,9 +120,8 @@ def svg_bytes(figure: "Figure", name: str, *, outlines: bool = False) -> bytes:
     buffer = io.BytesIO()
     with mpl.rc_context({**RC, "svg.hashsalt": name, "svg.fonttype": "path" if outlines else "none"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": "PageTwin"})
-    figure.set_layout_engine(
-        "none"
-    )  # its parts have their places; to solve for them again takes as long as drawing
+    # its parts have their places; to solve for them again takes as long as drawing
+    figure.set_layout_engine("none")
     return buffer.getvalue()
 
 
@@ -189,8 +188,23 @@ class Missing:
 Picture = Drawing | Missing
 
 
+def csv_bytes(table: "pd.DataFrame", digits: int = 9) -> bytes:
+    """A table as CSV, its numbers with so many digits."""
+    return table.to_csv(index=False, float_format=f"%.{digits}g", lineterminator="\n").encode()
+
+
+def drawing_files(drawing: Drawing, *, pdf: bool = True, digits: int = 9) -> dict[str, bytes]:
+    """The drawing as SVG, PDF and CSV by file name."""
+    files = {f"{drawing.name}.svg": svg_bytes(drawing.figure, drawing.name)}
+    if pdf:  # its fonts take as long as the rest of the drawing
+        files[f"{drawing.name}.pdf"] = pdf_bytes(drawing.figure)
+    return {**files, f"{drawing.name}.csv": csv_bytes(drawing.data, digits)}
+
+
 def filled(template: Path, **values: Any) -> str:
     """A page: the template with these values, and with the style sheet of all pages as `style` unless it is given.
+
+    Values are escaped in HTML alone.
 
     Raises:
         jinja2.UndefinedError: the template has a name that no value was given for.
@@ -200,7 +214,7 @@ def filled(template: Path, **values: Any) -> str:
 
     environment = Environment(
         loader=FileSystemLoader(template.parent),
-        autoescape=True,
+        autoescape=".html" in template.suffixes,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -213,8 +227,8 @@ def page_css() -> str:
     return Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
+# Inches of one column and of both, as conferences with two columns have them.
 WIDTHS_IN = {Paper.column: 3.33, Paper.page: 7.0}
-"""Inches of one column and of both, as conferences with two columns have them."""
 
 _LEAST_HEIGHT_IN, _LEGEND_IN = 2.2, 0.5
 _LONG = 40  # rows; a longer table may break over pages

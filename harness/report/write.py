@@ -10,27 +10,16 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.config.schema import Figures, ReportConfig
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord
+from harness.report import style
 from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
 from harness.report.figures import curves, errors, memory, speed
 from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
-from harness.report.style import (
-    WIDTHS_IN,
-    Drawing,
-    Missing,
-    Picture,
-    latex_of_csv,
-    latex_table,
-    panel_files,
-    pdf_bytes,
-    style,
-    svg_bytes,
-)
 from harness.report.verdict_text import study_lines
 from harness.store import StoreError
 from harness.store.atomic import growing, write_files
@@ -38,20 +27,17 @@ from harness.store.summary import SummaryRows
 from harness.store.survey import keep_survey
 from harness.workers import in_workers
 
-if TYPE_CHECKING:
-    import pandas as pd
-
-
 PAGE, PAPER = "index.html", "paper"
 # a line for each point and metric; of a large sweep one for each point
 LONG, WIDE = "points.csv", "points_wide.csv"
 _SUFFIXES = (".svg", ".pdf", ".csv", ".tex")
-_PANEL_ENDS = tuple(f"-{width.value}" for width in WIDTHS_IN)
+_PANEL_ENDS = tuple(f"-{width.value}" for width in style.WIDTHS_IN)
 _MOST_CURVES = 6
 _PART = 1000  # points that are read at a time
 _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than they save
 _MOST_WORKERS = 8  # processes that read points; each takes some 0.3 GB
-FIGURES: Mapping[str, Callable[[Study, Axes], Picture]] = {
+# The figures that every page has a place for, by name.
+FIGURES: Mapping[str, Callable[[Study, Axes], style.Picture]] = {
     "errors": errors.draw_errors,
     "agreement": errors.draw_agreement,
     "memory": memory.draw_memory,
@@ -62,7 +48,6 @@ FIGURES: Mapping[str, Callable[[Study, Axes], Picture]] = {
     "heat": speed.draw_heat,
     "waste": memory.draw_waste,
 }
-"""The figures that every page has a place for, by name."""
 _WHERE_KNOWN = (memory.draw_causes, memory.draw_groups, memory.draw_hits)
 
 
@@ -116,8 +101,10 @@ def _write(
     if not streamed:
         files[LONG] = _points_csv(study.records, axes)
         if options.latex:
-            files["points.tex"] = latex_of_csv(files[LONG])
-    svgs = {name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, Drawing)}
+            files["points.tex"] = style.latex_of_csv(files[LONG])
+    svgs = {
+        name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, style.Drawing)
+    }
     write_files(folder / "figures", files)
     if streamed:
         rows = SummaryRows() if rows is None else rows
@@ -134,12 +121,12 @@ def _write(
 
 def _drawn(
     study: Study, axes: Axes, additions: Sequence[SectionMaker], options: ReportConfig
-) -> tuple[dict[str, Picture], list[ExtraSection], dict[str, bytes], dict[str, bytes]]:
+) -> tuple[dict[str, style.Picture], list[ExtraSection], dict[str, bytes], dict[str, bytes]]:
     """The pictures by name, the sections of other packages, the files of the pictures, and those of single panels."""
     figures, panels = options.figures, dict[str, bytes]()
     if figures is Figures.none and not additions:
         return _not_drawn(), [], {}, {}
-    with style(serif=options.serif):
+    with style.style(serif=options.serif):
         added = [make(study) for make in additions]
         if figures is Figures.none:
             added = [
@@ -154,17 +141,17 @@ def _drawn(
             for name, data in _figure_files(picture, pdf=pdf, latex=options.latex).items()
         }
         for picture in pictures.values():
-            if isinstance(picture, Drawing):
-                panels |= panel_files(picture, options.paper, pdf=pdf)
+            if isinstance(picture, style.Drawing):
+                panels |= style.panel_files(picture, options.paper, pdf=pdf)
     return pictures, added, files, panels
 
 
-def _not_drawn() -> dict[str, Picture]:
+def _not_drawn() -> dict[str, style.Picture]:
     return {name: _missing(name) for name in FIGURES}
 
 
-def _missing(name: str) -> Missing:
-    return Missing(
+def _missing(name: str) -> style.Missing:
+    return style.Missing(
         name, "Not drawn (report.figures=none). To draw it: python -m harness report FOLDER --figures all"
     )
 
@@ -239,18 +226,14 @@ def _plain_column(column: str) -> str:
     return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
-def _figure_files(picture: Picture, *, pdf: bool = True, latex: bool = False) -> dict[str, bytes]:
-    if not isinstance(picture, Drawing):
+def _figure_files(picture: style.Picture, *, pdf: bool = True, latex: bool = False) -> dict[str, bytes]:
+    if not isinstance(picture, style.Drawing):
         return {}
-    files = {f"{picture.name}.svg": svg_bytes(picture.figure, picture.name)}
-    if pdf:  # its fonts take as long as the rest of the drawing
-        files[f"{picture.name}.pdf"] = pdf_bytes(picture.figure)
-    if latex:
-        files[f"{picture.name}.tex"] = latex_table(picture.data)
-    return {**files, f"{picture.name}.csv": _csv_bytes(picture.data)}
+    files = style.drawing_files(picture, pdf=pdf)
+    return files | ({f"{picture.name}.tex": style.latex_table(picture.data)} if latex else {})
 
 
-def write_figure_files(folder: Path, drawing: Drawing) -> list[Path]:
+def write_figure_files(folder: Path, drawing: style.Drawing) -> list[Path]:
     """Write one figure as SVG, PDF and CSV; call under `style()`. Returns the files.
 
     Raises:
@@ -288,7 +271,7 @@ def _remove_old_panels(folder: Path, files: Container[str]) -> None:
         folder.rmdir()
 
 
-def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, Picture]]:
+def _pictures(study: Study, axes: Axes) -> Iterator[tuple[str, style.Picture]]:
     for draw in (*FIGURES.values(), *_WHERE_KNOWN):
         picture = draw(study, axes)
         yield picture.name, picture
@@ -305,10 +288,6 @@ def _points_csv(records: Sequence[PointRecord], axes: Axes) -> bytes:
     for record in records:
         lines.writerows(comparison_lines(record, axes))
     return text.getvalue().encode()
-
-
-def _csv_bytes(table: "pd.DataFrame") -> bytes:
-    return table.to_csv(index=False, float_format="%.9g", lineterminator="\n").encode()
 
 
 _POLICIES = (POLICY, "cache")  # every policy has a line of its own already
@@ -360,13 +339,13 @@ def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | N
     layout = curves.FacetLayout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
     if layout.hue in _POLICIES:
         layout = replace(layout, hue=None)
-    with style():
+    with style.style():
         picture = curves.draw(chosen, axes, layout, name=choice.name)
-        if isinstance(picture, Missing):
+        if isinstance(picture, style.Missing):
             raise ReportError(f"--x {choice.x}: {picture.reason}")
         held = ", ".join(f"{key}={value}" for key, value in choice.where.items())
         caption = picture.caption + (f" Chosen: {held}." if held else "")
-        named = Drawing(picture.name, caption, picture.figure, picture.data)
+        named = style.Drawing(picture.name, caption, picture.figure, picture.data)
         return write_figure_files((out or store_root / "report") / "figures", named)
 
 

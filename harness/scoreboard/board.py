@@ -10,28 +10,16 @@ from typing import Any
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind
-from harness.report.style import PAGE_IN, PALETTE, RC
-from harness.scoreboard.published_runs import (
-    GPUS,
-    OTHER_KERNELS,
-    SAME_KERNELS,
-    held_out,
-    package_errors,
-    read_runs,
-    read_timings,
-    reason_of,
-    sample,
-    simulated,
-    transfer_errors,
-)
+from harness.report.style import PAGE_IN, PALETTE, RC, filled
+from harness.scoreboard import published_runs
 from harness.twin.configured import configured
 from harness.twin.fit import fit_device
 from harness.twin.prediction import Errors, errors_of, predictor
 from harness.twin.reading import read_engine_log
 
 KINDS = (CostKind.roofline, CostKind.published)
+# Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say.
 ROUNDED = ("rtx4090", "rtx_pro_6000")
-"""Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say."""
 _QUANTILES = ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
 _GROUP = ("model", "engine", "device", "precision")
 Row = dict[str, Any]
@@ -44,8 +32,8 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
     `each` runs of every model, engine, device and precision; 0 takes all. An error is predicted / measured - 1. The
     measured values stand in the package alone.
     """
-    runs, reasons = read_runs()
-    chosen = sample(runs, each)
+    runs, reasons = published_runs.read_runs()
+    chosen = published_runs.sample(runs, each)
     reasons["left out by the sampling"] = len(runs) - len(chosen)
     rows: list[Row] = []
     for place, run in enumerate(chosen):
@@ -63,9 +51,9 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
                 "cost": str(kind),
             }
             try:
-                found = simulated(run, kind)
+                found = published_runs.simulated(run, kind)
             except ConfigError as error:
-                rows.append(row | {"not priced": reason_of(error)})
+                rows.append(row | {"not priced": published_runs.reason_of(error)})
                 continue
             rows.append(
                 row
@@ -82,20 +70,25 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
 
 def attention_rows() -> list[Row]:
     """Held-out errors of tables by GPU and axis, and errors of the forms on GPUs that their fit has not seen."""
-    tables = {gpu.system: read_timings(gpu) for gpu in GPUS}
+    tables = {gpu.system: published_runs.read_timings(gpu) for gpu in published_runs.GPUS}
     rows: list[Row] = []
     for system, table in tables.items():
         for by_ratio, how in ((True, "ratio to the form"), (False, "time on logarithms")):
-            for axis, error in held_out(table, by_ratio=by_ratio).items():
+            for axis, error in published_runs.held_out(table, by_ratio=by_ratio).items():
                 rows.append(_attention_row("held out", system, f"{axis}; {how}", error))
-    for gpu in GPUS:
-        for axis, error in package_errors(gpu).items():
+    for gpu in published_runs.GPUS:
+        for axis, error in published_runs.package_errors(gpu).items():
             rows.append(
                 _attention_row("held out", gpu.system, f"{axis}; the package (cost=published)", error)
             )
-    for test, transfers in (("another GPU", SAME_KERNELS), ("other kernels", OTHER_KERNELS)):
+    for test, transfers in (
+        ("another GPU", published_runs.SAME_KERNELS),
+        ("other kernels", published_runs.OTHER_KERNELS),
+    ):
         for known, other in transfers:
-            for form, error in transfer_errors([tables[name] for name in known], tables[other]).items():
+            for form, error in published_runs.transfer_errors(
+                [tables[name] for name in known], tables[other]
+            ).items():
                 rows.append(_attention_row(test, other, f"{form}, from {' + '.join(known)}", error))
     return rows
 
@@ -154,53 +147,6 @@ def counted(reasons: Mapping[str, int]) -> Iterable[Row]:
     return [{"reason": name, "rows": count} for name, count in Counter(reasons).most_common() if count]
 
 
-_INTRODUCTION = """\
-# Predictions of GPUs beside published figures
-
-Made by `{command}`. An error is predicted / measured - 1. Nothing here was measured on a GPU of ours, and no
-constant was fitted to the figures that it is compared with, unless a row says so. `compute_efficiency` of the
-presets rtx4090 and rtx_pro_6000 is rounded from a fit to one public run of vLLM 0.19 on each card: the deployment
-of the RTX PRO 6000 that is public is that run.
-
-"""
-_RUNS = """\
-## Published runs
-
-`silicon_sample.csv` of aiconfigurator-core {version} (Apache-2.0) has {total:,} runs of a closed loop with mean
-TTFT and TPOT. Our simulation has as many users, each of whom sends the next request at once: ten requests a user,
-fewer for many users, three at least; steps of at most 8,192 tokens, chunked prefill, no prefix cache, asynchronous
-scheduling, and the pool that the memory gives. Lengths are drawn between 0.8 of the nominal and the nominal where
-the runs are InferenceMAX's (its README: `RANDOM_RANGE_RATIO` 0.8). Quantised Llama 3.1 has static scales and FP8
-KV, as NVIDIA's checkpoints say; the rows do not name the KV's element type. A checkpoint with a scale for each
-block of its FP8 weights is priced with the kernels for such blocks, also where a row says `fp8`. Rows whose batch
-size is a fraction of the concurrency are left out (several replicas, or data-parallel attention, which they do not
-name), and so are runs whose own times need more than 70 % of the datasheet's FLOP/s (prompts came from a cache), and
-runs whose own times say, by Little's law, that far fewer users got tokens at once than the pool has room for, while
-steps were not half full: their engine had a limit that the row does not name. The rule stands in
-`harness/scoreboard/published_runs.py`; it looks at no prediction.
-The sample is deterministic: at most {each} runs of every model, engine, device and precision, on its most frequent
-number of devices, evenly over lengths and users.
-
-`roofline`: presets of `conf/device`, but with twice their FLOP/s for 8-bit weights and four times for 4-bit ones.
-No other command does that: it prices quantised weights at `device.tflops` and says so. `published`: timings of
-operators from the same package, and 0.5 ms a step for the host.
-
-"""
-_ATTENTION = """\
-## Decode attention from tables
-
-vLLM's kernels, bfloat16, 32 query heads and 8 KV heads of 128. *Held out*: every other inner value of an axis is
-left out whole, then the others; what is kept lies four-fold apart. *Ratio to the form* is how `cost=operators`
-interpolates (`harness/cost/operators.py`); *the package* is its own interpolation, behind `cost=published`, from a
-copy of its table without these values. *Another GPU*: constants fitted to the GPUs named and tested on one that
-was not among them and runs the same kernels (FlashAttention 2 on A100, L40S, RTX PRO 6000; 3 on Hopper). *Other
-kernels*: the same where it does not, or where those of the fit differ. The plain form, `a0 + a1 rows + bytes /
-(eta bandwidth)`, is the roofline's. The form was written with all six tables in view; its constants were fitted
-without the GPU that is tested.
-
-"""
-
-
 def write_page(
     folder: Path,
     *,
@@ -213,17 +159,22 @@ def write_page(
     deployments: Sequence[Row],
 ) -> Path:
     """Write README.md and the figure into `folder`, which exists; returns the page."""
-    total = sum(int(row["rows"]) for row in reasons) + len({row["run"] for row in runs})
-    text = _INTRODUCTION.format(command=command)
-    if deployments:
-        names = ("deployment", "cost", "fit", "requests", *_QUANTILES, "not priced")
-        text += "## Deployments\n\n" + _table(deployments, names) + "\n"
-    text += _RUNS.format(version=version, total=total, each=each or "all")
-    text += _table(_summary(runs), ("cost", "runs", "not priced", *_ERRORS)) + "\n"
-    text += "![Errors of TPOT by group](tpot.svg)\n\n### By model, engine and device\n\n"
-    text += _table(_groups(runs), (*_GROUP, "cost", "runs", *_ERRORS)) + "\n"
-    text += "### Not simulated\n\n" + _table([*reasons, *_refused(runs)], ("reason", "rows")) + "\n"
-    text += _ATTENTION + _table(attention, ("test", "device", "how", "n", "mape", "bias", "p95", "max"))
+    text = filled(
+        Path(__file__).with_name("board.md.j2"),
+        command=command,
+        version=version,
+        total=sum(int(row["rows"]) for row in reasons) + len({row["run"] for row in runs}),
+        each=each,
+        table=_table,
+        deployments=deployments,
+        deployment_columns=("deployment", "cost", "fit", "requests", *_QUANTILES, "not priced"),
+        summary=_summary(runs),
+        run_columns=("cost", "runs", "not priced", *_ERRORS),
+        groups=_groups(runs),
+        group_columns=(*_GROUP, "cost", "runs", *_ERRORS),
+        reasons=[*reasons, *_refused(runs)],
+        attention=attention,
+    )
     page = folder / "README.md"
     page.write_text(text, encoding="utf-8")
     _figure(runs, folder)

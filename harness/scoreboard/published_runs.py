@@ -53,11 +53,11 @@ _SAME_SHAPE = {
 _WEIGHTS = {"fp8": "fp8", "fp8_static": "fp8", "fp8_block": "fp8", "nvfp4": "mxfp4", "int4_wo": "int4"}
 # FLOP/s of tensor cores, as a multiple of bfloat16's.
 _FASTER = {"fp8": 2.0, "fp8_static": 2.0, "fp8_block": 2.0, "nvfp4": 4.0}
+# InferenceMAX draws lengths between 0.8 of the nominal and the nominal (RANDOM_RANGE_RATIO in its README).
 _DRAWN_FROM = 0.8
-"""InferenceMAX draws lengths between 0.8 of the nominal and the nominal (RANDOM_RANGE_RATIO in its README)."""
+# Of the datasheet's FLOP/s. Published serving of GPUs stays far below; a row that needs more did not compute all of its
+# prompts.
 _MOST_USED = 0.7
-"""Of the datasheet's FLOP/s. Published serving of GPUs stays far below; a row that needs more did not compute all of
-its prompts."""
 _BATCHED_TOKENS = 8192  # InferenceMAX: --max-num-batched-tokens
 
 

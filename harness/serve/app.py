@@ -25,17 +25,7 @@ from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.requests import RequestOutput
 from engine.runtime.text import decode_ids, encode_text
-from harness.serve.answers import (
-    Envelope,
-    NumberedOutput,
-    ServeError,
-    body_of,
-    error_body,
-    events,
-    merged,
-    unless_disconnected,
-    usage_of,
-)
+from harness.serve import answers
 from harness.serve.kv_events import KvEventPublisher
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import (
@@ -72,7 +62,7 @@ class ApiKeys:
         await JSONResponse({"error": body}, 401, {"www-authenticate": "Bearer"})(scope, receive, send)
 
 
-OutputStream = AsyncGenerator[NumberedOutput, None]
+OutputStream = AsyncGenerator[answers.NumberedOutput, None]
 MAX_BODY_BYTES = 16 << 20  # JSON takes up to 18 times as much memory once it is parsed
 
 
@@ -114,7 +104,7 @@ class Server:
     def check_model(self, name: str | None) -> None:
         """Raise ServeError (404) for a name that is not this model's."""
         if name is not None and name != self.model:
-            raise ServeError(
+            raise answers.ServeError(
                 404,
                 f"the model {name!r} does not exist; this server has {self.model!r}",
                 kind="not_found_error",
@@ -130,7 +120,7 @@ class Server:
         if self.longest_token == 0:
             self.longest_token = max(map(len, words()))
         if len(text) > longest * self.longest_token:
-            raise ServeError(
+            raise answers.ServeError(
                 400,
                 f"{field}: {len(text):,} characters; allowed are {longest * self.longest_token:,}, {longest:,} "
                 f"tokens of the longest",
@@ -155,24 +145,24 @@ class Server:
         """Complete the prompts, as a whole answer or as a stream."""
         self.check_model(body.model)
         if not prompts:
-            raise ServeError(400, "prompt: at least one is needed", param="prompt")
+            raise answers.ServeError(400, "prompt: at least one is needed", param="prompt")
         if len(prompts) > self.most_requests:
-            raise ServeError(
+            raise answers.ServeError(
                 400,
                 f"prompt: {len(prompts)} prompts; this server takes {self.most_requests} at once",
                 param="prompt",
             )
         if body.priority and not _uses_priority(self.engine.engine):
-            raise ServeError(
+            raise answers.ServeError(
                 400,
                 f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
                 param="priority",
             )
         params = body.sampling_params()
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
-        envelope = Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
+        envelope = answers.Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
         stream = self._counted(
-            merged(
+            answers.merged(
                 self.engine,
                 f"http-{uuid.uuid4().hex}",
                 prompts,
@@ -183,18 +173,18 @@ class Server:
             len(prompts),
         )
         if not body.stream:
-            done = await unless_disconnected(request, _collect(stream))
+            done = await answers.unless_disconnected(request, _collect(stream))
             return JSONResponse(_whole(envelope, done, params.width))
         # errors of the request appear here, while the status can still be a 4xx
-        first = await unless_disconnected(request, anext(stream))
+        first = await answers.unless_disconnected(request, anext(stream))
         asked = body.stream_options or StreamOptions()
-        lines = events(stream, first, envelope, params.width, asked)
+        lines = answers.events(stream, first, envelope, params.width, asked)
         return StreamingResponse(lines, media_type="text/event-stream")
 
     async def _counted(self, stream: OutputStream, prompts: int) -> OutputStream:
         """The stream of outputs. Raises ServeError (503) if too many requests are in progress."""
         if self.under_way + prompts > self.most_requests:
-            raise ServeError(
+            raise answers.ServeError(
                 503, f"{self.under_way} requests are under way, the limit is {self.most_requests}; try again",
                 kind="overloaded_error",
             )  # fmt: skip
@@ -221,13 +211,13 @@ async def _collect(stream: OutputStream) -> list[RequestOutput]:
     return [done[number] for number in sorted(done)]
 
 
-def _whole(envelope: Envelope, done: Sequence[RequestOutput], width: int) -> dict[str, Any]:
+def _whole(envelope: answers.Envelope, done: Sequence[RequestOutput], width: int) -> dict[str, Any]:
     choices = [
         envelope.choice(output, one, number * width + one.index, chunk=False)
         for number, output in enumerate(done)
         for one in output.outputs
     ]
-    body = envelope.body(choices, usage_of(done, envelope.shown_tokens), chunk=False)
+    body = envelope.body(choices, answers.usage_of(done, envelope.shown_tokens), chunk=False)
     return body | envelope.prompt_fields(done[0]) if envelope.chat else body
 
 
@@ -325,7 +315,7 @@ def _add_facts(app: FastAPI, server: Server) -> None:
     async def health() -> Response:
         if server.engine.alive:
             return Response(status_code=200)
-        return JSONResponse(error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
+        return JSONResponse(answers.error_body(f"{server.engine.death}", 503, "service_unavailable"), 503)
 
 
 def _add_words(app: FastAPI, server: Server) -> None:
@@ -367,17 +357,17 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def _invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         message, param = _first_mistake(error)
-        return JSONResponse(error_body(message, 400, "invalid_request_error", param), 400)
+        return JSONResponse(answers.error_body(message, 400, "invalid_request_error", param), 400)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-        return JSONResponse(error_body(str(error.detail), error.status_code, kind), error.status_code)
+        return JSONResponse(answers.error_body(str(error.detail), error.status_code, kind), error.status_code)
 
     @app.exception_handler(Exception)
     async def _any(request: Request, error: Exception) -> JSONResponse:
-        status, body = body_of(error)
+        status, body = answers.body_of(error)
         return JSONResponse(body, status)
 
-    for known in (ServeError, RequestError, NeverFitsError, EngineDeadError):
+    for known in (answers.ServeError, RequestError, NeverFitsError, EngineDeadError):
         app.add_exception_handler(known, _any)

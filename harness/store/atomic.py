@@ -36,8 +36,7 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
     """
     fresh = not folder.exists()
     staged = {name: folder / f".{name}.{owner()}.tmp" for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _or_nothing(folder, staged.values(), fresh):
         for name, data in files.items():
             _write(staged[name], data)
         if last is not None:
@@ -47,12 +46,6 @@ def write_files(folder: Path, files: Mapping[str, bytes], *, last: str | None = 
         _sync_folder(folder)
         if fresh:
             _sync_folder(folder.parent)
-    except OSError as error:
-        _discard(folder, staged.values(), fresh)
-        raise write_failed(folder, error) from error
-    except BaseException:  # Ctrl-C: leave nothing half-written behind
-        _discard(folder, staged.values(), fresh)
-        raise
 
 
 @contextmanager
@@ -63,20 +56,13 @@ def growing(folder: Path, name: str) -> Iterator[TextIO]:
         StoreError: a write failed; an earlier file of the name is as it was.
     """
     temporary = folder / f".{name}.{owner()}.tmp"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with _or_nothing(folder, [temporary]):
         with temporary.open("w", encoding="utf-8", newline="") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, folder / name)
         _sync_folder(folder)
-    except OSError as error:
-        _discard(folder, [temporary], fresh=False)
-        raise write_failed(folder, error) from error
-    except BaseException:
-        _discard(folder, [temporary], fresh=False)
-        raise
 
 
 def check_writable(folder: Path) -> None:
@@ -114,13 +100,21 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _discard(folder: Path, temporaries: Iterable[Path], fresh: bool) -> None:
-    """Delete temporary files; errors are ignored, because the caller reports the error that led here."""
-    with suppress(OSError):
-        for path in temporaries:
-            path.unlink(missing_ok=True)
-        if fresh:
-            folder.rmdir()
+@contextmanager
+def _or_nothing(folder: Path, temporaries: Iterable[Path], fresh: bool = False) -> Iterator[None]:
+    """Write in a folder, which is created where it is missing. An error or Ctrl-C deletes what is half written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException as error:
+        with suppress(OSError):  # the error that led here is told
+            for path in temporaries:
+                path.unlink(missing_ok=True)
+            if fresh:
+                folder.rmdir()
+        if isinstance(error, OSError):
+            raise write_failed(folder, error) from error
+        raise
 
 
 def owner() -> str:

@@ -233,9 +233,8 @@ class RemoteStore:
     files: Any  # the object storage as a file system of fsspec
     root: str  # bucket and prefix
     folder: Path
-    seen: dict[str, list[Any]] = field(
-        default_factory=dict
-    )  # by key: the token of what the copy holds; size, time
+    # by key: the token of what the copy holds; size, time
+    seen: dict[str, list[Any]] = field(default_factory=dict)
     there: set[str] = field(default_factory=set)  # points with a record in the bucket
     _lease: Lease | None = None
     _pushed: int = 0

@@ -158,7 +158,10 @@ def _gather_columns(values: Sequence[Any], name: str, columns: dict[str, Sequenc
             _gather_columns(column, f"{dot}{key}", columns)
             for key, column in zip(keys, zip(*map(dict.values, values), strict=True), strict=True)
         )
-    if kinds != {list} or len(set(map(len, values))) > 1:
+    if kinds != {list}:
+        columns[name] = values
+        return len(kinds) == 1
+    if len(set(map(len, values))) > 1:
         return False
     if all(isinstance(item, str) for value in values for item in value):
         columns[name] = [" ".join(value) for value in values]
@@ -168,8 +171,10 @@ def _gather_columns(values: Sequence[Any], name: str, columns: dict[str, Sequenc
     for items in zip(*values, strict=True):
         named = [item.get("metric") if isinstance(item, dict) else None for item in items]
         metric = named[0]
-        if not isinstance(metric, str) or named.count(metric) < len(named):
+        if named.count(metric) < len(named):
             return False
+        if metric is None:
+            continue
         if not _gather_columns(items, f"{name}.{metric}", columns):
             return False
         del columns[f"{name}.{metric}.metric"]
@@ -214,25 +219,6 @@ def flatten(record: Mapping[str, Any]) -> dict[str, Any]:
     Rows of a list that name a `metric` become `section.<metric>.<field>`. Other lists (repeated runs) are left out,
     because the record also holds their median and spread.
     """
-    row: dict[str, Any] = {}
-    for name, value in record.items():
-        _gather(value, name, row)
-    return row
-
-
-def _gather(value: Any, name: str, row: dict[str, Any]) -> None:
-    if type(value) in _SCALARS:
-        row[name] = value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _gather(item, f"{name}.{key}", row)
-    elif isinstance(value, list):
-        if all(isinstance(item, str) for item in value):
-            row[name] = " ".join(value)
-        for inner in value:
-            if isinstance(inner, Mapping) and "metric" in inner:
-                for key, item in inner.items():
-                    if key != "metric":
-                        _gather(item, f"{name}.{inner['metric']}.{key}", row)
-    else:
-        row[name] = value
+    columns: dict[str, Sequence[Any]] = {}
+    _gather_columns([dict(record)], "", columns)
+    return {name: values[0] for name, values in columns.items()}

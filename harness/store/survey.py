@@ -19,19 +19,9 @@ from typing import TypeVar
 
 from harness.console import remark
 from harness.metrics.record import PointRecord
-from harness.store import ForeignFileError, StoreError, StoreVersionError, write_failed
+from harness.store import ForeignFileError, StoreError, StoreVersionError, reading, write_failed
 from harness.store.atomic import write_files
 from harness.store.commit import Layout, parquet_bytes
-from harness.store.reading import (
-    Failure,
-    StoreContent,
-    essentials,
-    finished_point,
-    point_names,
-    read_columns,
-    read_file,
-    read_point,
-)
 from harness.workers import in_workers
 
 SURVEY = ".survey.parquet"
@@ -65,7 +55,7 @@ class Seen:
 
 def seen_point(record: PointRecord, files: str | None) -> Seen:
     """What is kept of a record that was read after `files_state` gave `files`."""
-    kept = essentials(record)
+    kept = reading.essentials(record)
     took = kept.seconds.get("point")
     text = json.dumps({"config": kept.config, "trace": kept.trace}, sort_keys=True)
     return Seen(record.fingerprint, files, text, took if isinstance(took, float) else None)
@@ -88,18 +78,18 @@ def files_state(root: Path, name: str, now_ns: int) -> str | None:
     return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
 
 
-def survey(root: Path) -> StoreContent:
+def survey(root: Path) -> reading.StoreContent:
     """All points with the essentials of their records, sorted by fingerprint. Many are read in several processes.
 
     Raises:
         StoreVersionError: a file was written by a version of PageTwin with another record schema.
     """
-    names, now_ns = point_names(root), time.time_ns()
+    names, now_ns = reading.point_names(root), time.time_ns()
     kept = _kept(root) if len(names) >= _WORTH_KEEPING else {}
     seen = {name: kept[name] for name in names if name in kept}
     seen = {name: one for name, one in seen.items() if files_state(root, name, now_ns) == one.files}
     left, known = [name for name in names if name not in seen], len(seen)
-    content = StoreContent()
+    content = reading.StoreContent()
     for read, failures, problems in _by_parts(_read_part, root, left, now_ns):
         seen |= {one.point: one for one in read}
         content.failures |= failures
@@ -124,7 +114,7 @@ def keep_survey(root: Path, seen: Iterable[Seen]) -> None:
 def _kept(root: Path) -> Kept:
     """What an earlier survey kept, by point; nothing where its file is missing, damaged or of another form."""
     try:
-        columns = read_columns(root / SURVEY)
+        columns = reading.read_columns(root / SURVEY)
         rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
     except (ForeignFileError, KeyError):
         return {}
@@ -149,13 +139,13 @@ def _by_parts(task: Callable[[_Part], T], root: Path, names: Sequence[str], now_
     return in_workers(task, parts, workers)
 
 
-def _read_part(part: _Part) -> tuple[list[Seen], dict[str, Failure], list[str]]:
+def _read_part(part: _Part) -> tuple[list[Seen], dict[str, reading.Failure], list[str]]:
     """Finished points, failures and problems of some points. A task of a worker process."""
-    content, seen = StoreContent(), []
+    content, seen = reading.StoreContent(), []
     for name in part.names:
         files = files_state(part.root, name, part.now_ns)
-        found = StoreContent(problems=content.problems)
-        read_point(part.root, name, found, None)
+        found = reading.StoreContent(problems=content.problems)
+        reading.read_point(part.root, name, found, None)
         seen += [seen_point(record, files) for record in found.records.values()]
         content.failures |= {
             key: {name: failure[name] for name in ("label", "error") if name in failure}
@@ -164,8 +154,8 @@ def _read_part(part: _Part) -> tuple[list[Seen], dict[str, Failure], list[str]]:
     return seen, content.failures, content.problems
 
 
+# The folder of a store that holds what was set aside.
 DAMAGED = "damaged"
-"""The folder of a store that holds what was set aside."""
 
 
 @dataclass
@@ -190,7 +180,7 @@ class Health:
 def examine(root: Path) -> Health:
     """Compare everything under `root/points` with its digest, in several processes if it is much. Changes nothing."""
     health = Health()
-    for found in _by_parts(_examine_part, root, point_names(root)):
+    for found in _by_parts(_examine_part, root, reading.point_names(root)):
         health.add(found)
     return health
 
@@ -212,13 +202,13 @@ def _examine_part(part: _Part) -> Health:
 def _examine_point(layout: Layout, name: str, health: Health) -> None:
     record, failure = layout.record(name), layout.failure(name)
     if failure.exists():
-        read_file(failure)
+        reading.read_file(failure)
     if not record.exists():
         tables = sorted(file.name for file in layout.point(name).glob("*.parquet"))
         if tables and not failure.exists():
             raise ForeignFileError(f"{layout.point(name)}: {tables[0]} lies there without a record")
         return
-    found = finished_point(record)
+    found = reading.finished_point(record)
     health.records += 1
     health.files += len(found.digests or found.tables)
     health.undigested += not found.digest

@@ -45,17 +45,14 @@ class StorableResult(Protocol):
     @property
     def record(self) -> PointRecord:
         """The record, without the sections that identify the point."""
-        ...
 
     @property
     def tables(self) -> Mapping[str, Mapping[str, Any]]:
         """The tables `steps` and `requests`, each as columns by name."""
-        ...
 
     @property
     def files(self) -> Mapping[str, bytes]:
         """Further files by name."""
-        ...
 
 
 class PointRunner(Protocol):
@@ -63,7 +60,6 @@ class PointRunner(Protocol):
 
     def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> StorableResult:
         """Run the point. An exception makes it a failed point."""
-        ...
 
 
 class PointStages(Protocol):
@@ -73,7 +69,6 @@ class PointStages(Protocol):
         self, config: RunConfig, *, progress: Progress | None = None
     ) -> Generator[None, None, StorableResult]:
         """Run to the next pause; the generator's value is the result. An exception makes it a failed point."""
-        ...
 
 
 class PointFunctions(PointChecks, Protocol):
@@ -82,12 +77,10 @@ class PointFunctions(PointChecks, Protocol):
     @property
     def run_point(self) -> PointRunner:
         """Runs one point; it is pickled for worker processes."""
-        ...
 
     @property
     def point_stages(self) -> PointStages:
         """Runs a measured point in stages."""
-        ...
 
 
 class PointBackend(Protocol):
@@ -97,7 +90,6 @@ class PointBackend(Protocol):
         self, sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter
     ) -> Iterator[Done]:
         """Run the points; yield each when it is committed or has failed."""
-        ...
 
 
 @dataclass(frozen=True)

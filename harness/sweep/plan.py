@@ -211,11 +211,9 @@ class PointChecks(Protocol):
 
     def check_point(self, config: RunConfig) -> None:
         """Raise ConfigError if the point cannot run although each setting alone is valid."""
-        ...
 
     def point_identity(self, config: RunConfig) -> Mapping[str, Any]:
         """What the result depends on in addition to the configuration."""
-        ...
 
 
 @dataclass(frozen=True)

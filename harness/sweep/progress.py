@@ -32,9 +32,8 @@ from harness.sweep.plan import PlannedPoint, SweepPlan
 
 _CONFIDENCE = 0.975  # of one side
 _UNKNOWN = 1000  # requests of a trace in a file without a limit
-_TRUSTED = (
-    2  # points at a time: after so many this sweep's own speed counts as much as that of earlier points
-)
+# points at a time: after so many this sweep's own speed counts as much as that of earlier points
+_TRUSTED = 2
 
 Kind = tuple[Any, ...]
 Sample = tuple[float, float]  # requests times runs, seconds
@@ -265,23 +264,18 @@ class Reporter(Protocol):
 
     def starts(self, point: PlannedPoint) -> None:
         """A point starts in this process, or goes on after other points ran."""
-        ...
 
     def request(self, phase: str, done: int, total: int) -> None:
         """The running point has finished `done` of its `total` requests."""
-        ...
 
     def ran(self, point: PlannedPoint) -> None:
         """A stage of a point is done: its preparation or one of its runs."""
-        ...
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
         """A point is committed or has failed."""
-        ...
 
     def says(self, text: str) -> None:
         """Something about the whole sweep, such as why nothing runs."""
-        ...
 
 
 @contextmanager

@@ -61,20 +61,15 @@ def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "
 
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Add the options for the source trace and how to read it."""
-    parser.add_argument(
-        "trace", metavar="TRACE", help="a file or folder, a generator, or a fetched public trace"
-    )
-    parser.add_argument("--format", default="auto", help="the format; default: recognise it by content")
-    parser.add_argument("--requests", type=int, metavar="N", help="the first N requests; generators: 1,000")
-    parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
-    parser.add_argument(
-        "--ticks", default="keep", help="keep, even or random: arrivals with equal times of a coarse clock"
-    )
-    parser.add_argument("--on-error", default="stop", help="stop, or skip and count malformed rows")
-    parser.add_argument("--sort", action="store_true", help="allow rows out of order, and sort them by time")
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", help="folder with tokenizer.json, for traces that hold text"
-    )
+    add = parser.add_argument
+    add("trace", metavar="TRACE", help="a file or folder, a generator, or a fetched public trace")
+    add("--format", default="auto", help="the format; default: recognise it by content")
+    add("--requests", type=int, metavar="N", help="the first N requests; generators: 1,000")
+    add("--seed", type=int, default=0, help="of everything that is drawn; default: 0")
+    add("--ticks", default="keep", help="keep, even or random: arrivals with equal times of a coarse clock")
+    add("--on-error", default="stop", help="stop, or skip and count malformed rows")
+    add("--sort", action="store_true", help="allow rows out of order, and sort them by time")
+    add("--tokenizer", metavar="PATH", help="folder with tokenizer.json, for traces that hold text")
     add_arrivals(parser)
 
 

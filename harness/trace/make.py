@@ -137,19 +137,16 @@ def add_synth(actions: "Actions") -> None:
     usage = "synth GENERATOR [--sharing MODEL --share S | --sharing MODEL --like TRACE] --out FILE"
     more = "--like finds the share and popularity whose hit-ratio curve is nearest to that of a trace."
     parser = describe(actions, "synth", "generate a trace", usage, more)
-    parser.add_argument("table", metavar="GENERATOR", help="whose lengths; 'trace ls' lists them")
-    parser.add_argument("--requests", type=int, default=1000, metavar="N", help="default: 1,000")
-    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    add = parser.add_argument
+    add("table", metavar="GENERATOR", help="whose lengths; 'trace ls' lists them")
+    add("--requests", type=int, default=1000, metavar="N", help="default: 1,000")
+    add("--seed", type=int, default=0, help="default: 0")
     add_arrivals(parser)
-    parser.add_argument(
-        "--sharing", choices=_MODELS, help="how prompts share their beginnings; default: not at all"
-    )
-    parser.add_argument("--share", type=float, default=0.5, help="about so much of each prompt; default: 0.5")
-    parser.add_argument("--count", type=int, default=16, help="shared texts; default: 16")
-    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of their popularity; default: 1")
-    parser.add_argument(
-        "--like", metavar="TRACE", help="calibrate the sharing to this trace's hit-ratio curve"
-    )
+    add("--sharing", choices=_MODELS, help="how prompts share their beginnings; default: not at all")
+    add("--share", type=float, default=0.5, help="about so much of each prompt; default: 0.5")
+    add("--count", type=int, default=16, help="shared texts; default: 16")
+    add("--zipf", type=float, default=1.0, help="exponent of their popularity; default: 1")
+    add("--like", metavar="TRACE", help="calibrate the sharing to this trace's hit-ratio curve")
     add_output(parser)
 
 

@@ -289,9 +289,8 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
     if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(
-            f"{_UNSAID}; {how} is simulated. vLLM does "
-            "since 0.19 unless it is told otherwise, and SGLang by default. The choice moves the time to first "
-            "token: set scheduler.async_scheduling=true or false."
+            f"{_UNSAID}; {how} is simulated. vLLM does since 0.19 unless it is told otherwise, and SGLang by default. "
+            "The choice moves the time to first token: set scheduler.async_scheduling=true or false."
         )
     if not settings.knows_pool and not chosen & _POOL:
         found.append(

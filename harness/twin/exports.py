@@ -26,22 +26,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from harness.twin.rows import (
-    JsonDocument,
-    LoggedRequest,
-    Path,
-    RequestLog,
-    as_number,
-    csv_rows,
-    json_lines,
-    maybe_number,
-    maybe_whole,
-    not_before,
-    number,
-    placed,
-    text_number,
-    whole,
-)
+from harness.twin import rows
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
 from traces.formats.parsing import MAX_INTEGER, kind, plain_integer, split_fields
@@ -52,10 +37,10 @@ BENCH_KEYS = ("input_lens", "output_lens", "ttfts", "itls")
 _FACTS = ("model_id", "backend", "request_rate", "max_concurrency")
 
 
-def read_bench_result(file: SourceFile) -> RequestLog:
+def read_bench_result(file: SourceFile) -> rows.RequestLog:
     """The requests. A request with an error or without a token is dropped. Raises TraceError."""
-    document = JsonDocument(file)
-    log = RequestLog("vllm bench serve", file)
+    document = rows.JsonDocument(file)
+    log = rows.RequestLog("vllm bench serve", file)
     log.facts = {name: document.value[name] for name in _FACTS if document.value.get(name) is not None}
     columns = {name: document.items((name,)) for name in BENCH_KEYS}
     with document.placed(()):
@@ -77,37 +62,39 @@ def read_bench_result(file: SourceFile) -> RequestLog:
     return log
 
 
-def _bench_row(document: JsonDocument, columns: dict[str, list[Any]], index: int) -> LoggedRequest | str:
+def _bench_row(
+    document: rows.JsonDocument, columns: dict[str, list[Any]], index: int
+) -> rows.LoggedRequest | str:
     found = {}
     for name in ("input_lens", "output_lens", "start_times", "ttfts"):
         with document.placed((name, index)):
-            value = found[name] = as_number(columns[name][index], None)
+            value = found[name] = rows.as_number(columns[name][index], None)
             lowest = {"input_lens": 1, "output_lens": 0}.get(name)
             if lowest is not None and (value != int(value) or not lowest <= value <= MAX_INTEGER):
                 raise RowError(None, f"whole number of at least {lowest} expected, found {value:g}")
     total = 0.0
     for place, gap in enumerate(document.items(("itls", index))):
         with document.placed(("itls", index, place)):
-            seconds = as_number(gap, None)
+            seconds = rows.as_number(gap, None)
             if seconds < 0:
                 raise RowError(None, f"{seconds:g} is below 0")
         total += seconds
     prompt, output, start, ttft = found.values()
     if not output or not ttft:
         return "no output token"
-    return LoggedRequest(str(index), start, start + ttft, start + ttft + total, int(prompt), int(output))
+    return rows.LoggedRequest(str(index), start, start + ttft, start + ttft + total, int(prompt), int(output))
 
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------
 
 
-def read_guidellm(file: SourceFile) -> RequestLog:
+def read_guidellm(file: SourceFile) -> rows.RequestLog:
     """The successful requests of every benchmark of the file, which ran one after another. Raises TraceError."""
-    document = JsonDocument(file)
-    log = RequestLog("GuideLLM", file)
+    document = rows.JsonDocument(file)
+    log = rows.RequestLog("GuideLLM", file)
     benchmarks = document.items(("benchmarks",))
     for place in range(len(benchmarks)):
-        path: Path = ("benchmarks", place, "requests")
+        path: rows.Path = ("benchmarks", place, "requests")
         groups = document.object(path)
         for name in ("errored", "incomplete"):
             if groups.get(name) is not None:
@@ -123,7 +110,7 @@ def read_guidellm(file: SourceFile) -> RequestLog:
     return log
 
 
-def _check_whole(document: JsonDocument, path: Path, count: int) -> None:
+def _check_whole(document: rows.JsonDocument, path: rows.Path, count: int) -> None:
     """Raise TraceError if the file keeps a sample of the requests only: the others loaded the server as well."""
     total = document.at(path)
     for name in ("metrics", "request_totals", "successful"):
@@ -136,41 +123,41 @@ def _check_whole(document: JsonDocument, path: Path, count: int) -> None:
             raise RowError(None, reason)
 
 
-def _guidellm_row(request: Any) -> LoggedRequest | str:
+def _guidellm_row(request: Any) -> rows.LoggedRequest | str:
     if not isinstance(request, dict):
         raise RowError(None, f"object expected, found {kind(request)}")
     info = request.get("info")
     times, names = request, ("start_time", "first_token_time", "last_token_time")
     if isinstance(info, dict) and isinstance(info.get("timings"), dict):
         times, names = info["timings"], ("request_start", "first_token_iteration", "last_token_iteration")
-    found = [maybe_number(times, name) for name in names]
+    found = [rows.maybe_number(times, name) for name in names]
     arrival, first, last = found
     if arrival is None or first is None or last is None:
         return f"no time {names[found.index(None)]}"
-    output = whole(request, "output_tokens")
+    output = rows.whole(request, "output_tokens")
     if not output:
         return "no output token"
-    cached = maybe_whole(request, "cached_tokens")
-    prompt = whole(request, "prompt_tokens", 1)
+    cached = rows.maybe_whole(request, "cached_tokens")
+    prompt = rows.whole(request, "prompt_tokens", 1)
     name = str(request.get("request_id", ""))
-    return LoggedRequest(name, arrival, first, last, prompt, output, cached_tokens=cached)
+    return rows.LoggedRequest(name, arrival, first, last, prompt, output, cached_tokens=cached)
 
 
 # -- AIPerf -----------------------------------------------------------------------------------------------------------
 
 
-def read_aiperf(file: SourceFile) -> RequestLog:
+def read_aiperf(file: SourceFile) -> rows.RequestLog:
     """The finished requests of AIPerf's records, with token counts of the server if it gave them. Raises TraceError."""
-    log = RequestLog("AIPerf", file)
+    log = rows.RequestLog("AIPerf", file)
     counted = 0
 
-    def row(record: dict[str, Any], line: int | None) -> LoggedRequest | str:
+    def row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest | str:
         nonlocal counted
         found = _aiperf_row(record, line)
         counted += "usage_completion_tokens" not in record["metrics"]
         return found
 
-    log.add_each(json_lines(file), row)
+    log.add_each(rows.json_lines(file), row)
     if counted and log.rows:
         log.notes.append(
             f"{file.name}: {counted:,} records have no token counts of the server; the client's own count is taken. "
@@ -179,7 +166,7 @@ def read_aiperf(file: SourceFile) -> RequestLog:
     return log
 
 
-def _aiperf_row(record: dict[str, Any], line: int | None) -> LoggedRequest | str:
+def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest | str:
     for wanted in ("metadata", "metrics"):
         if not isinstance(record.get(wanted), dict):
             raise RowError(wanted, f"object expected, found {kind(record.get(wanted))}")
@@ -190,7 +177,7 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> LoggedRequest | str
         return "cancelled"
     if "time_to_first_token" not in metrics:
         return "no time to first token (AIPerf measures it with --streaming)"
-    start = number(facts, "request_start_ns") / 1e9
+    start = rows.number(facts, "request_start_ns") / 1e9
     first = start + _metric(metrics, "time_to_first_token", "ms") / 1e3
     last = start + _metric(metrics, "request_latency", "ms") / 1e3
     output = _tokens(metrics, "usage_completion_tokens", "output_sequence_length")
@@ -200,8 +187,8 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> LoggedRequest | str
     read = "usage_prompt_cache_read_tokens"
     cached = _tokens(metrics, read, read) if read in metrics else None
     name = str(facts.get("x_request_id", line))
-    last = not_before(last, first)
-    return LoggedRequest(name, start, first, last, prompt, output, cached_tokens=cached, line=line)
+    last = rows.not_before(last, first)
+    return rows.LoggedRequest(name, start, first, last, prompt, output, cached_tokens=cached, line=line)
 
 
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
@@ -219,7 +206,7 @@ def _metric(metrics: dict[str, Any], name: str, unit: str) -> float:
         raise RowError(f"metrics.{name}", "missing, or no object of value and unit")
     if entry.get("unit") != unit:
         raise RowError(f"metrics.{name}.unit", f"{unit} expected, found {entry.get('unit')}")
-    return as_number(entry["value"], f"metrics.{name}.value")
+    return rows.as_number(entry["value"], f"metrics.{name}.value")
 
 
 # -- LLMServingSim's recorder -----------------------------------------------------------------------------------------
@@ -227,14 +214,14 @@ def _metric(metrics: dict[str, Any], name: str, unit: str) -> float:
 _CLOCK = ("queued_ts", "scheduled_ts", "first_token_ts", "last_token_ts")
 
 
-def read_recorded_requests(file: SourceFile) -> RequestLog:
+def read_recorded_requests(file: SourceFile) -> rows.RequestLog:
     """The requests, all on the engine's clock. Raises TraceError.
 
     The wall clock is shifted by the least `queued_ts - arrival_time` of all requests: one request at least is taken to
     have entered the queue at once. So a mean delay between arrival and queue is known only beyond that least delay.
     """
-    log = RequestLog("vLLM recorder", file)
-    log.add_each(json_lines(file), _recorded_row)
+    log = rows.RequestLog("vLLM recorder", file)
+    log.add_each(rows.json_lines(file), _recorded_row)
     if not log.rows:
         return log
     # queued_s is set in every row
@@ -252,18 +239,20 @@ def read_recorded_requests(file: SourceFile) -> RequestLog:
     return log
 
 
-def _recorded_row(record: dict[str, Any], line: int | None) -> LoggedRequest | str:
+def _recorded_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest | str:
     missing = next((name for name in _CLOCK if record.get(name) is None), None)
     if missing is not None:
         return f"no time of {missing}"
-    arrival, queued, scheduled, first, last = (number(record, name) for name in ("arrival_time", *_CLOCK))
+    arrival, queued, scheduled, first, last = (
+        rows.number(record, name) for name in ("arrival_time", *_CLOCK)
+    )
     name = record.get("request_id")
     if not isinstance(name, str | int):
         raise RowError("request_id", f"string expected, found {kind(name)}")
-    prompt, output = whole(record, "input_toks", 1), whole(record, "output_toks")
+    prompt, output = rows.whole(record, "input_toks", 1), rows.whole(record, "output_toks")
     if not output:
         return "no output token"
-    return LoggedRequest(str(name), arrival, first, last, prompt, output, queued, scheduled, line=line)
+    return rows.LoggedRequest(str(name), arrival, first, last, prompt, output, queued, scheduled, line=line)
 
 
 # -- OpenTelemetry spans ----------------------------------------------------------------------------------------------
@@ -276,9 +265,9 @@ _START = "start of the span"
 Span = tuple[str, dict[str, Any]]  # its name, and its attributes with the start in seconds
 
 
-def read_spans(file: SourceFile) -> RequestLog:
+def read_spans(file: SourceFile) -> rows.RequestLog:
     """The requests of all spans that have a time to first token. Raises TraceError."""
-    log = RequestLog("OpenTelemetry spans", file)
+    log = rows.RequestLog("OpenTelemetry spans", file)
     found = list(_spans(file))
     of_requests = [(line, span) for line, span in found if OUTPUT in span[1] or TTFT in span[1]]
     log.add_each(of_requests, _span_row)
@@ -287,31 +276,31 @@ def read_spans(file: SourceFile) -> RequestLog:
     return log
 
 
-def _span_row(span: Span, line: int | None) -> LoggedRequest | str:
+def _span_row(span: Span, line: int | None) -> rows.LoggedRequest | str:
     name, attributes = span
     if attributes.get(TTFT) is None or not attributes.get(OUTPUT):
         return "no time to first token"
-    arrival = number(attributes, _START)
-    first = arrival + number(attributes, TTFT)
-    prefill, queue, decode = (maybe_number(attributes, key) for key in (PREFILL, QUEUE, DECODE))
-    last = arrival + number(attributes, E2E) if decode is None else first + decode
+    arrival = rows.number(attributes, _START)
+    first = arrival + rows.number(attributes, TTFT)
+    prefill, queue, decode = (rows.maybe_number(attributes, key) for key in (PREFILL, QUEUE, DECODE))
+    last = arrival + rows.number(attributes, E2E) if decode is None else first + decode
     queued = scheduled = None
     if prefill is not None and queue is not None:
         scheduled = first - prefill
         queued = max(scheduled - queue, arrival)  # a wall clock in a double is exact to 0.2 us
-    output = whole(attributes, OUTPUT, 1)
-    prompt = whole(attributes, PROMPT, 1)
+    output = rows.whole(attributes, OUTPUT, 1)
+    prompt = rows.whole(attributes, PROMPT, 1)
     name = str(attributes.get("gen_ai.request.id", name))
-    last = not_before(last, first)
-    return LoggedRequest(name, arrival, first, last, prompt, output, queued, scheduled, line=line)
+    last = rows.not_before(last, first)
+    return rows.LoggedRequest(name, arrival, first, last, prompt, output, queued, scheduled, line=line)
 
 
 def _spans(file: SourceFile) -> Iterator[tuple[int | None, Span]]:
     if '"resourceSpans"' in file.first_line:
-        for line, record in json_lines(file):
+        for line, record in rows.json_lines(file):
             yield from _otlp(file, line, record)
         return
-    document = JsonDocument(file)
+    document = rows.JsonDocument(file)
     if "resourceSpans" in document.value:
         yield from _otlp(file, None, document.value)
         return
@@ -328,7 +317,7 @@ def _otlp(file: SourceFile, line: int | None, record: dict[str, Any]) -> Iterato
         for place, resource in enumerate(record["resourceSpans"]):
             for scope in resource["scopeSpans"]:
                 for span in scope["spans"]:
-                    with placed(file, line):
+                    with rows.placed(file, line):
                         found = _otlp_attributes(span)
                     yield line, (str(span.get("spanId", place)), found)
     except (KeyError, TypeError, AttributeError) as error:
@@ -390,16 +379,16 @@ _MORE = (
 )
 
 
-def read_plain(file: SourceFile) -> RequestLog:
+def read_plain(file: SourceFile) -> rows.RequestLog:
     """A CSV of arrivals, lengths, first and last token, or JSON lines with the same names; seconds on one clock.
 
     `hash_ids` are ids of the prompt's blocks: a list, in CSV separated by spaces. Raises TraceError.
     """
-    log = RequestLog("plain log", file)
+    log = rows.RequestLog("plain log", file)
     is_json = file.first_line.lstrip().startswith("{")
     unused: dict[str, None] = {}
 
-    def row(fields: dict[str, str], line: int | None) -> LoggedRequest | str:
+    def row(fields: dict[str, str], line: int | None) -> rows.LoggedRequest | str:
         found = _plain_row(fields, line or 0, is_json)
         if "hash_block_tokens" in fields:
             tokens = plain_integer(fields["hash_block_tokens"], "hash_block_tokens", 1)
@@ -419,19 +408,19 @@ def _plain_fields(file: SourceFile, unused: dict[str, None]) -> Iterator[tuple[i
     header = split_fields(file.first_line)
     more = tuple(name for name in _MORE if name in header)
     unused |= dict.fromkeys(name for name in header if name not in (*PLAIN_COLUMNS, *more))
-    for line, fields in csv_rows(file, (*PLAIN_COLUMNS, *more)):
+    for line, fields in rows.csv_rows(file, (*PLAIN_COLUMNS, *more)):
         stripped = {name: text.strip() for name, text in fields.items()}
         yield line, {name: text for name, text in stripped.items() if text or name in PLAIN_COLUMNS}
 
 
 def _plain_objects(file: SourceFile, unused: dict[str, None]) -> Iterator[tuple[int, dict[str, str]]]:
     names = (*PLAIN_COLUMNS, *_MORE)
-    for line, record in json_lines(file):
+    for line, record in rows.json_lines(file):
         unused |= dict.fromkeys(name for name in record if name not in names)
-        with placed(file, line):
+        with rows.placed(file, line):
             found = {name: _as_text(record[name], name) for name in names if record.get(name) is not None}
             for name in PLAIN_COLUMNS[:3]:
-                number(record, name)
+                rows.number(record, name)
         yield line, {**dict.fromkeys(PLAIN_COLUMNS, ""), **found}
 
 
@@ -443,25 +432,25 @@ def _as_text(value: Any, name: str) -> str:
         return " ".join(map(str, value))
     if name in ("request_id", "prefix") and isinstance(value, str | int) and not isinstance(value, bool):
         return str(value)
-    found = as_number(value, name)
+    found = rows.as_number(value, name)
     return str(int(found)) if found == int(found) and not name.endswith("_s") else repr(found)
 
 
-def _plain_row(fields: dict[str, str], line: int, is_json: bool) -> LoggedRequest | str:
+def _plain_row(fields: dict[str, str], line: int, is_json: bool) -> rows.LoggedRequest | str:
     prompt = plain_integer(fields["prompt_tokens"], "prompt_tokens", 1)
     output = plain_integer(fields["output_tokens"], "output_tokens", 0)
-    arrival = text_number(fields, "arrival_s")
+    arrival = rows.text_number(fields, "arrival_s")
     if not output or not fields["first_token_s"]:
         return "no output token"
     more: dict[str, Any] = {
-        name: text_number(fields, name) for name in ("queued_s", "scheduled_s") if name in fields
+        name: rows.text_number(fields, name) for name in ("queued_s", "scheduled_s") if name in fields
     }
     if "cached_tokens" in fields:
         more["cached_tokens"] = plain_integer(fields["cached_tokens"], "cached_tokens", 0)
     if "hash_ids" in fields:
         more["hash_ids"] = tuple(fields["hash_ids"].strip("[]").replace(",", " ").split())
     name = fields.get("request_id", str(line - 1 if is_json else line - 2))
-    first, last = text_number(fields, "first_token_s"), text_number(fields, "last_token_s")
+    first, last = rows.text_number(fields, "first_token_s"), rows.text_number(fields, "last_token_s")
     if ("prefix" in fields) != ("prefix_tokens" in fields):
         absent = "prefix_tokens" if "prefix" in fields else "prefix"
         raise RowError(absent, "is empty; prefix and prefix_tokens go together")
@@ -470,4 +459,4 @@ def _plain_row(fields: dict[str, str], line: int, is_json: bool) -> LoggedReques
         if tokens > prompt:
             raise RowError("prefix_tokens", f"{tokens} is more than prompt_tokens {prompt}")
         more |= {"prefix": fields["prefix"], "prefix_tokens": tokens}
-    return LoggedRequest(name, arrival, first, last, prompt, output, **more, line=line)
+    return rows.LoggedRequest(name, arrival, first, last, prompt, output, **more, line=line)

@@ -22,8 +22,8 @@ from harness.twin.configured import Configured
 from harness.twin.log import EngineLog, FloatArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 
+# Called after each simulation with how many there were and the cost so far.
 Progress = Callable[[int, float], None]
-"""Called after each simulation with how many there were and the cost so far."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ CONSTANTS = (
     Constant("layer_overhead_us", 0.5, 0.5, 200.0, 8.0),
     Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
 )
+# Only a log of several devices says anything about their link.
 LINK_CONSTANTS = (
     Constant("link_efficiency", 0.5, 0.02, 1.0, 0.5),
     Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
 )
-"""Only a log of several devices says anything about their link."""
 
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.

@@ -25,9 +25,8 @@ _MOST_VOTES = 2_000_000  # pairs of a request and an event that vote
 _CANDIDATES = 12  # chains tried for each request, the nearest in time
 _UNJOINED = 14.0  # a misfit above it, in units of a step, is worse than no chain
 _CAP = 5.0  # the most that a late or a missing block of output counts
-_FOUND_WHOLE = (
-    1.5  # for a chain whose prompt the request did not store: the same chain with a store is preferred
-)
+# for a chain whose prompt the request did not store: the same chain with a store is preferred
+_FOUND_WHOLE = 1.5
 _AMBIGUOUS = 1.0  # another prompt whose misfit is larger by less would do as well
 
 
@@ -119,8 +118,8 @@ def _add(
 # -- the join ---------------------------------------------------------------------------------------------------------
 
 
+# The last block of a prompt, and the blocks of the output behind it.
 _Chain = tuple[EventHash | None, tuple[EventHash, ...]]
-"""The last block of a prompt, and the blocks of the output behind it."""
 
 
 @dataclass(frozen=True)

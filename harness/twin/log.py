@@ -20,8 +20,8 @@ IntArray = npt.NDArray[np.int64]
 
 WRITTEN_TWICE = "written twice, with the same times"
 _WORTH_SAYING = 0.01  # of the requests
+# Fewer requests than this that follow an answer's end are no proof of a capped client.
 FEWEST_HELD = 5
-"""Fewer requests than this that follow an answer's end are no proof of a capped client."""
 
 
 def tpot_s(
@@ -117,19 +117,13 @@ class LoggedRequests:
 class Timeseries:
     """The engine's state at instants `at_s`, as it logged it; every column has one entry for each instant.
 
-    `kv_use` is the share of the KV pool in use, from 0 to 1. A column that was not logged is None. `preemptions` and
-    the token counters are totals since the first instant.
+    `kv_use` is the share of the KV pool in use, from 0 to 1; None: not logged.
     """
 
     at_s: FloatArray
     running: FloatArray
     waiting: FloatArray
     kv_use: FloatArray | None = None
-    prompt_tokens_per_s: FloatArray | None = None
-    generated_tokens_per_s: FloatArray | None = None
-    preemptions: FloatArray | None = None
-    hit_tokens: FloatArray | None = None
-    queried_tokens: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.at_s)

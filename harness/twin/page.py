@@ -5,7 +5,7 @@ from pathlib import Path
 
 from harness.config.schema import ReplayMode
 from harness.report.numbers import digits, seconds
-from harness.report.style import Drawing, inline, pdf_bytes, style, svg_bytes
+from harness.report.style import Drawing, drawing_files, filled, inline, style
 from harness.store.atomic import write_files
 from harness.twin.figures import changes, latency, state
 from harness.twin.fit import doubts
@@ -29,21 +29,12 @@ def write_twin(twin: Twin, folder: Path) -> Path:
     """Write the report; returns the path of the page. Raises StoreError where it cannot be written."""
     with style():
         drawings = [state(twin), latency(twin), *([changes(twin)] if twin.changes else [])]
-        files = {name: data for drawing in drawings for name, data in _files(drawing).items()}
+        files = {name: data for drawing in drawings for name, data in drawing_files(drawing).items()}
     files["workload.jsonl"] = _workload(twin)
     files["summary.md"] = summary(twin).encode()
     files[PAGE] = _page(twin, drawings, files).encode()
     write_files(folder, files)
     return folder / PAGE
-
-
-def _files(drawing: Drawing) -> dict[str, bytes]:
-    table = drawing.data.to_csv(index=False, float_format="%.9g", lineterminator="\n")
-    return {
-        f"{drawing.name}.svg": svg_bytes(drawing.figure, drawing.name),
-        f"{drawing.name}.pdf": pdf_bytes(drawing.figure),
-        f"{drawing.name}.csv": table.encode(),
-    }
 
 
 def _workload(twin: Twin) -> bytes:
@@ -105,30 +96,15 @@ def notes(twin: Twin) -> list[str]:
 
 def summary(twin: Twin) -> str:
     """The report in Markdown."""
-    lines = [f"# Twin of {twin.log.name}", "", verdict(twin), ""]
-    lines += ["| figure | measured | predicted |", "|---|---|---|"]
-    lines += [f"| {' | '.join(row)} |" for row in _figures(twin)[:-1]]
-    for name, (mean, bias, top) in twin.series_errors().items():
-        lines.append(
-            f"| {name}, error per second | at most {top:.1f} | mean absolute {mean:.2f}, bias {bias:+.2f} |"
-        )
-    lines.append(f"| {' | '.join(_figures(twin)[-1])} |")
-    lines += ["", "Figures of all requests; the sentence above is of those that the fit had not seen.", ""]
-    if twin.fit is not None:
-        lines += [f"Held-out errors: {twin.fit.held_out}.", f"Before the fit: {twin.fit.before}.", ""]
-    if twin.changes:
-        lines += [
-            "| what if | " + " | ".join(_LABELS.values()) + " | trust |",
-            "|---|" + "---|" * (len(_LABELS) + 1),
-        ]
-        lines += [
-            f"| {one.group} {one.setting} | {' | '.join(_cells(twin, one))} | {trust(twin, one)} |"
-            for one in twin.changes
-        ]
-        lines.append("")
-    lines += [f"* {note}" for note in notes(twin)]
-    lines += ["", f"Command: `{twin.command}`", ""]
-    return "\n".join(lines)
+    return filled(
+        Path(__file__).with_name("summary.md.j2"),
+        twin=twin,
+        verdict=verdict(twin),
+        figures=_figures(twin),
+        labels=list(_LABELS.values()),
+        changes=[(one, _cells(twin, one), trust(twin, one)) for one in twin.changes],
+        notes=notes(twin),
+    )
 
 
 def _cells(twin: Twin, one: WhatIf) -> list[str]:
@@ -167,19 +143,12 @@ def _figures(twin: Twin) -> list[tuple[str, str, str]]:
 
 
 def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
-    from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
-    import harness.report
-
-    css = (Path(harness.report.__file__).parent / "page.css").read_text(encoding="utf-8")
-    template = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    ).from_string(Path(__file__).with_name("twin.html.j2").read_text(encoding="utf-8"))
     figures = _figures(twin)
-    return template.render(
+    return filled(
+        Path(__file__).with_name("twin.html.j2"),
         name=twin.log.name,
-        style=Markup(css),
         verdict=verdict(twin),
         grade=grade(twin),
         fit=twin.fit,

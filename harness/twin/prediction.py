@@ -134,8 +134,6 @@ class Errors:
     ttft_p90: float
     tpot_p50: float
     tpot_p90: float
-    ttft_each: float  # median over the requests of the absolute error of each
-    tpot_each: float
 
     def __str__(self) -> str:
         """The signed errors of the medians and of the 90th percentiles."""
@@ -156,22 +154,16 @@ def errors_of(predicted: PredictedRun, log: EngineLog, chosen: slice) -> Errors:
     measured = log.requests
     ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]
     true_ttft, true_tpot = measured.ttft_s[chosen], measured.tpot_s[chosen]
-    several, timed, waited = ~np.isnan(true_tpot), np.nan_to_num(true_tpot) > 0, true_ttft > 0
+    several = ~np.isnan(true_tpot)
     return Errors(
         requests=len(true_ttft),
         ttft_p50=_quantile_error(ttft, true_ttft, 0.5),
         ttft_p90=_quantile_error(ttft, true_ttft, 0.9),
         tpot_p50=_quantile_error(tpot[several], true_tpot[several], 0.5),
         tpot_p90=_quantile_error(tpot[several], true_tpot[several], 0.9),
-        ttft_each=_error_of_each(ttft[waited], true_ttft[waited]),
-        tpot_each=_error_of_each(tpot[timed], true_tpot[timed]),
     )
 
 
 def _quantile_error(predicted: FloatArray, measured: FloatArray, share: float) -> float:
     true = float(np.quantile(measured, share)) if len(measured) else 0.0
     return float(np.quantile(predicted, share)) / true - 1 if true > 0 else float("nan")
-
-
-def _error_of_each(predicted: FloatArray, measured: FloatArray) -> float:
-    return float(np.median(np.abs(predicted / measured - 1))) if len(measured) else float("nan")

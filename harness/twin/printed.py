@@ -38,8 +38,8 @@ from traces.formats.parsing import MAX_INTEGER, read_object
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _VLLM_STATE = re.compile(
-    r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>[\d.]+) tokens/s, "
-    r"Avg generation throughput: (?P<generated>[\d.]+) tokens/s, Running: (?P<running>\d+) reqs, "
+    r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: [\d.]+ tokens/s, "
+    r"Avg generation throughput: [\d.]+ tokens/s, Running: (?P<running>\d+) reqs, "
     r"(?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs"
     r".*?GPU KV cache usage: (?P<kv>[\d.]+)%"
 )
@@ -155,13 +155,13 @@ def _arguments(text: str) -> dict[str, Any]:
 def _state(words: str) -> Iterator[tuple[float, str, list[float]]]:
     """Time in seconds, engine, and running, waiting, KV use, prompt and generated tokens/s of a line on the state."""
     if state := _VLLM_STATE.search(words):
-        values = [float(state[name]) for name in ("running", "waiting", "kv", "prompt", "generated")]
+        values = [float(state[name]) for name in ("running", "waiting", "kv")]
         values[2] /= 100
         yield _seconds(words, "the engine's state", _VLLM_TIME)[0], state["engine"] or "0", values
     elif state := _SGLANG_STATE.search(words):
         use = _SGLANG_USE.search(words)
         values = [float(state["running"]), float(state["waiting"]), float(use["kv"]) if use else np.nan]
-        yield _seconds(words, "the engine's state", _SGLANG_TIME)[0], "0", [*values, np.nan, np.nan]
+        yield _seconds(words, "the engine's state", _SGLANG_TIME)[0], "0", values
 
 
 _VLLM_TIME = re.compile(r"\b(?:INFO|WARNING|DEBUG|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)()")
@@ -197,12 +197,9 @@ def _series(states: list[tuple[float, str, list[float]]]) -> Timeseries:
             rows[at] = [latest[name] for name in engines]
     at_s = np.array(sorted(rows))
     table = np.array([rows[at] for at in at_s])  # [instants, engines, values]
-    running, waiting, prompt, generated = (table[:, :, column].sum(axis=1) for column in (0, 1, 3, 4))
-    kv, at_s = table[:, :, 2].mean(axis=1), at_s - at_s[0]
-    kv_use = None if np.isnan(kv).any() else kv
-    if np.isnan(prompt).any():
-        return Timeseries(at_s, running, waiting, kv_use)
-    return Timeseries(at_s, running, waiting, kv_use, prompt, generated)
+    running, waiting = table[:, :, 0].sum(axis=1), table[:, :, 1].sum(axis=1)
+    kv = table[:, :, 2].mean(axis=1)
+    return Timeseries(at_s - at_s[0], running, waiting, None if np.isnan(kv).any() else kv)
 
 
 # -- vLLM's requests --------------------------------------------------------------------------------------------------

@@ -21,8 +21,8 @@ LATEST_S = 1e11  # the year 5138 of a wall clock in seconds; a wall clock in mil
 _ROUNDING_S = 1e-6  # of a wall clock in a double, and of the sums of its parts
 _SPACE = " \t\r\n"
 Row = TypeVar("Row")
+# Of a value inside a JSON document.
 Path = tuple[str | int, ...]
-"""Of a value inside a JSON document."""
 
 
 @dataclass(frozen=True, slots=True)

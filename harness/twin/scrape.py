@@ -140,9 +140,9 @@ def read_series(file: SourceFile) -> tuple[Timeseries, list[str]]:
             _check_row(rows)
     if not rows:
         raise TraceError(file.path, 1, None, "no data rows")
-    at_s, prompt, generated, running, waiting, kv = np.array(rows).T
+    at_s, _, _, running, waiting, kv = np.array(rows).T
     notes = [] if kv.any() else [f"{file.name}: kv_cache_pct is 0 throughout, so KV use was not recorded."]
-    return Timeseries(at_s, running, waiting, kv / 100 if kv.any() else None, prompt, generated), notes
+    return Timeseries(at_s, running, waiting, kv / 100 if kv.any() else None), notes
 
 
 def _check_row(rows: list[list[float]]) -> None:

@@ -124,8 +124,8 @@ class EngineSettings:
         )
 
 
+# Reads the value of an option, which it names in errors; None says nothing. Raises RowError.
 Read = Callable[[Any, str], Any]
-"""Reads the value of an option, which it names in errors; None says nothing. Raises RowError."""
 
 _SECRET = re.compile(r"key|token$|password|secret|header", re.IGNORECASE)
 
@@ -311,6 +311,7 @@ VLLM = EngineArguments(
         "O": "optimization_level",
     },
 )
+# Defaults of both engines.
 _DEFAULTS = {
     "chunked_prefill": True,
     "prefix_caching": True,
@@ -320,7 +321,6 @@ _DEFAULTS = {
     "data_parallel": 1,
     "expert_parallel": False,
 }
-"""Defaults of both engines."""
 
 
 def with_vllm_defaults(
@@ -384,30 +384,16 @@ SGLANG = EngineArguments(
         (None, "null", 1, 0, 0.0, ""),
     ),
     silent=(
+        *("host", "port", "tokenizer_path", "trust_remote_code", "random_seed", "api_key", "log_level"),
         *(
-            "host",
-            "port",
-            "tokenizer_path",
-            "trust_remote_code",
-            "log_level",
             "log_requests",
             "log_requests_level",
-        ),
-        *(
-            "enable_metrics",
-            "served_model_name",
-            "random_seed",
-            "show_time_cost",
-            "watchdog_timeout",
-            "api_key",
-        ),
-        *(
             "log_requests_format",
             "log_requests_target",
-            "chat_template",
-            "tool_call_parser",
-            "reasoning_parser",
+            "enable_metrics",
         ),
+        *("served_model_name", "show_time_cost", "watchdog_timeout", "chat_template", "tool_call_parser"),
+        "reasoning_parser",
     ),
     short={"tp": "tp_size", "dp": "dp_size"},
 )

@@ -63,17 +63,11 @@ class Twin:
 
     @property
     def hits(self) -> tuple[float | None, float]:
-        """Share of prompt tokens that the prefix cache had, measured (None: the log does not say) and predicted.
-
-        Measured are the log's `cached_tokens`, else the counters of its series.
-        """
-        requests, series = self.log.requests, self.log.series
+        """Share of prompt tokens that the prefix cache had, measured (None: the log does not say) and predicted."""
+        requests = self.log.requests
         measured = None
         if requests.cached_tokens is not None:
             measured = float(requests.cached_tokens.sum() / requests.prompt_tokens.sum())
-        elif series is not None and series.hit_tokens is not None and series.queried_tokens is not None:
-            queried = float(series.queried_tokens[-1] - series.queried_tokens[0])
-            measured = float(series.hit_tokens[-1] - series.hit_tokens[0]) / queried if queried else None
         return measured, self.base.hit_share
 
     def series_errors(self) -> dict[str, tuple[float, float, float]]:
@@ -111,8 +105,8 @@ def verdict(twin: Twin) -> str:
     return " ".join([*twin.configured.warnings, answer])
 
 
+# Fewer requests than this give no median to rely on.
 FEWEST = 30
-"""Fewer requests than this give no median to rely on."""
 
 
 def constants_of(twin: Twin) -> str:

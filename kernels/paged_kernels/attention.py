@@ -18,22 +18,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from paged_kernels import reference
+from paged_kernels import checks, reference
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
-from paged_kernels.checks import (
-    DeviceError,
-    OptionError,
-    ShapeError,
-    TableError,
-    can_read_values,
-    check_caches,
-    check_outputs,
-    check_queries,
-    check_scoring,
-    check_states,
-    check_tables,
-    check_values,
-)
 from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
 from paged_kernels.scoring import Scoring
 from paged_kernels.torch import decode as torch_decode
@@ -159,7 +145,7 @@ def paged_attention_decode(
     which waits for the device (never during graph capture). Raises a `KernelError` before anything is launched.
     """
     if num_splits is not None and not 1 <= num_splits <= 256:
-        raise OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
+        raise checks.OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
     bounds = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, bounds, 1)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
@@ -201,7 +187,7 @@ def paged_attention_prefill(
     """
     widest = max_seqlen_q
     if not widest:
-        widest = max(1, int(cu_seqlens_q.diff().max()) if can_read_values(cu_seqlens_q) else len(q))
+        widest = max(1, int(cu_seqlens_q.diff().max()) if checks.can_read_values(cu_seqlens_q) else len(q))
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
     return _dispatch(batch, scoring, out, lse, workspace, backend, None, prefill_kernel, validate=validate)
@@ -222,7 +208,7 @@ def _dispatch(
     check_batch(batch, scoring, validate=validate)
     q, dv = batch.q, batch.value_cache.shape[-1]
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
-    check_outputs(q, dv, out, lse)
+    checks.check_outputs(q, dv, out, lse)
     demand = Demand.of(q, batch.key_cache, batch.value_cache)
     chosen = choose_backend(backend, q.device, demand).backend
     check_prefill_kernel(prefill_kernel, chosen, q, batch.key_cache, batch.value_cache, scoring)
@@ -247,12 +233,14 @@ def _copy_result(
 
 def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
     """Check a batch before it runs. Values are checked only if `validate`. Raises a `KernelError`."""
-    check_caches(batch.key_cache, batch.value_cache)
-    check_queries(batch.q, batch.key_cache)
-    check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
-    check_scoring(scoring, batch.q)
+    checks.check_caches(batch.key_cache, batch.value_cache)
+    checks.check_queries(batch.q, batch.key_cache)
+    checks.check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
+    checks.check_scoring(scoring, batch.q)
     if validate:
-        check_values(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q))
+        checks.check_values(
+            batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q)
+        )
 
 
 def cascade_attention_decode(
@@ -295,7 +283,7 @@ def cascade_attention_decode(
     check_batch(batch, scoring, validate=validate)
     _check_groups(batch, shared_block_table, prefix_lens, group_ids, validate=validate)
     out = q.new_empty(rows, q.shape[1], value_cache.shape[3]) if out is None else out
-    check_outputs(q, value_cache.shape[3], out, lse)
+    checks.check_outputs(q, value_cache.shape[3], out, lse)
     shared = (shared_block_table, prefix_lens)
     chosen = choose_backend(backend, q.device, Demand.of(q, key_cache, value_cache)).backend
     if chosen == "triton":
@@ -321,20 +309,20 @@ def _check_groups(
 ) -> None:
     rows, groups = len(batch.q), len(tables)
     if tables.dim() != 2 or lens.shape != (groups,) or group_ids.shape != (rows,):
-        raise ShapeError(
+        raise checks.ShapeError(
             f"shared_block_table {tuple(tables.shape)}, prefix_lens {tuple(lens.shape)} and group_ids "
             f"{tuple(group_ids.shape)} must be [groups, blocks], [groups] and [{rows}]"
         )
     for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
         if tensor.device != batch.q.device:
-            raise DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
-    if not validate or not can_read_values(lens):
+            raise checks.DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
+    if not validate or not checks.can_read_values(lens):
         return
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
     prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)
     check_batch(prefixes, Scoring(1.0), validate=True)
     if rows and not -1 <= int(group_ids.min()) <= int(group_ids.max()) < groups:
-        raise TableError(
+        raise checks.TableError(
             f"group_ids from {int(group_ids.min())} to {int(group_ids.max())}; allowed are -1 (none) to {groups - 1}"
         )
 
@@ -354,7 +342,7 @@ def merge_attn_states(
     Each output is weighted by exp(lse - max). A side that saw no key has LSE -inf and is ignored. If both sides
     are empty, the output is 0 and the LSE is -inf. Returns `out` and `lse`, filling those that are given.
     """
-    check_states(o_a, lse_a, o_b, lse_b)
+    checks.check_states(o_a, lse_a, o_b, lse_b)
     out = torch.empty_like(o_a) if out is None else out
     lse = torch.empty_like(lse_a) if lse is None else lse
     if resolve_backend(backend, o_a.device) == "triton":

@@ -8,17 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
+from paged_kernels import checks
 from paged_kernels.backends import Demand, choose_backend, resolve_backend
-from paged_kernels.checks import (
-    DeviceError,
-    DtypeError,
-    ShapeError,
-    TableError,
-    check_caches,
-    check_same,
-    check_scales,
-    check_slots,
-)
 from paged_kernels.torch import cache as torch_cache
 
 Pairs = torch.Tensor | Sequence[tuple[int, int]]
@@ -41,12 +32,12 @@ def reshape_and_cache(
     An fp8 cache stores key / `k_scale` and value / `v_scale`, clamped to its range. `validate` checks the slots, which
     waits for the device (never during graph capture). Raises a `KernelError` before anything is written.
     """
-    check_caches(key_cache, value_cache)
+    checks.check_caches(key_cache, value_cache)
     _check_rows("key", key, key_cache)
     _check_rows("value", value, value_cache)
-    check_scales(k_scale, v_scale)
+    checks.check_scales(k_scale, v_scale)
     if validate:
-        check_slots(slot_mapping, key.shape[0], key_cache)
+        checks.check_slots(slot_mapping, key.shape[0], key_cache)
     arguments = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     demand = Demand.of(key, key_cache, value_cache)
     if choose_backend(backend, key_cache.device, demand).backend == "triton":
@@ -65,7 +56,7 @@ def copy_blocks(
     A cache may be a stack of layers `[layers, blocks, block_size, kv_heads, dim]`: all layers are copied in one launch.
     A mapping on the host is checked, and needs no staging buffer if no destination is a source.
     """
-    check_same("key_cache", key_cache, "value_cache", value_cache)
+    checks.check_same("key_cache", key_cache, "value_cache", value_cache)
     pairs = _pairs(block_mapping, key_cache.shape[-4], key_cache.shape[-4])
     if not len(pairs):
         return
@@ -91,16 +82,16 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: 
     With pinned host memory the copies are asynchronous: wait for the stream before the host reads what was swapped out.
     """
     if source.shape[:-4] != destination.shape[:-4] or source.shape[-3:] != destination.shape[-3:]:
-        raise ShapeError(
+        raise checks.ShapeError(
             f"source {tuple(source.shape)} and destination {tuple(destination.shape)} must agree in all but the "
             "number of blocks"
         )
     if source.dtype != destination.dtype:
-        raise DtypeError(
+        raise checks.DtypeError(
             f"source is {source.dtype} and destination {destination.dtype}; blocks are copied without conversion"
         )
     if isinstance(block_mapping, torch.Tensor) and block_mapping.device.type != "cpu":
-        raise DeviceError(
+        raise checks.DeviceError(
             f"block_mapping is on {block_mapping.device}; the host starts the copies: pass it on the CPU"
         )
     pairs = _pairs(block_mapping, source.shape[-4], destination.shape[-4])
@@ -113,25 +104,29 @@ def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
     if not isinstance(pairs, torch.Tensor):
         pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
     if pairs.dim() != 2 or pairs.shape[1] != 2:
-        raise ShapeError(
+        raise checks.ShapeError(
             f"block_mapping {tuple(pairs.shape)} must be [n, 2]: pairs of source and destination"
         )
     if pairs.device.type == "cpu" and len(pairs):
         low, high = pairs.min(0).values.tolist(), pairs.max(0).values.tolist()
         if min(low) < 0 or high[0] >= sources or high[1] >= destinations:
-            raise TableError(
+            raise checks.TableError(
                 f"block_mapping reads blocks {low[0]} to {high[0]} of {sources} and writes {low[1]} to {high[1]} of "
                 f"{destinations}"
             )
         if len(set(pairs[:, 1].tolist())) < len(pairs):
-            raise TableError("block_mapping writes a destination twice; its content would be undefined")
+            raise checks.TableError(
+                "block_mapping writes a destination twice; its content would be undefined"
+            )
     return pairs
 
 
 def _check_rows(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:
     if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:]:
-        raise ShapeError(f"{name} {tuple(rows.shape)} must be [tokens, {cache.shape[2]}, {cache.shape[3]}]")
+        raise checks.ShapeError(
+            f"{name} {tuple(rows.shape)} must be [tokens, {cache.shape[2]}, {cache.shape[3]}]"
+        )
     if cache.dtype.itemsize > 1:
-        check_same(name, rows, f"{name}_cache", cache)
+        checks.check_same(name, rows, f"{name}_cache", cache)
     elif rows.device != cache.device:
-        raise DeviceError(f"{name} is on {rows.device} and its cache on {cache.device}")
+        raise checks.DeviceError(f"{name} is on {rows.device} and its cache on {cache.device}")

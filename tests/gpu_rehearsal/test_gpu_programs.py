@@ -21,7 +21,7 @@ from gpu_acceptance.decoding import (
 from gpu_acceptance.gate_trial import slowed, trial
 from gpu_acceptance.parts import SMALL_TESTS, Setting, steps_of
 from harness.bench.calls import copies_past_cache
-from harness.bench.cases import FULL, MOST_KV_BYTES, PRESETS, KernelCase
+from harness.bench.cases import MOST_KV_BYTES, KernelCase, preset, presets
 from harness.cli.main import main
 from harness.gate.findings import Measured
 
@@ -108,30 +108,29 @@ def test_the_models_have_the_size_of_their_class(name: str, billions: tuple[floa
 
 
 def test_the_full_grid_spans_what_the_goals_speak_of_and_fits_a_gpu() -> None:
-    decode = FULL["full-decode"]()
+    decode = preset("full-decode")
     assert {case.heads // case.kv_heads for case in decode} == {1, 4, 8}
     assert (min(case.batch for case in decode), max(case.batch for case in decode)) == (1, 256)
     assert {1024, 131_072} <= {case.context for case in decode}
-    assert sorted(case.block_size for case in FULL["full-blocks"]()) == sorted(
+    assert sorted(case.block_size for case in preset("full-blocks")) == sorted(
         [1, 8, 16, 32, 64, 128, 256] * 2
     )
-    shared = {(case.batch, case.shared_prefix) for case in FULL["full-cascade"]()}
+    shared = {(case.batch, case.shared_prefix) for case in preset("full-cascade")}
     assert {(2, 128), (16, 8192), (256, 32_768), (8, 256)} <= shared
-    for make in FULL.values():
-        assert all(case.distinct_kv_bytes <= MOST_KV_BYTES for case in make())
+    for name in (name for name in presets() if name.startswith("full-")):
+        assert all(case.distinct_kv_bytes <= MOST_KV_BYTES for case in preset(name))
 
 
 def test_what_a_full_grid_leaves_out_when_time_ends_is_spread_over_its_axes() -> None:
-    decode = FULL["full-decode"]()
+    decode = preset("full-decode")
     half = decode[: len(decode) // 2]
     assert {case.batch for case in half} >= {1, 8, 32}
     assert {case.heads // case.kv_heads for case in half} == {1, 4, 8}
-    assert decode == FULL["full-decode"]()
+    assert decode == preset("full-decode")
 
 
-def test_no_case_of_a_full_grid_shadows_one_of_the_other_presets() -> None:
-    assert set(FULL) <= set(PRESETS)
-    assert {"cpu", "gpu", "gate"} <= set(PRESETS) - set(FULL)
+def test_the_full_grids_stand_beside_the_other_presets() -> None:
+    assert {"cpu", "gpu", "gate"} == {name for name in presets() if not name.startswith("full-")}
 
 
 def test_a_shared_prefix_is_rotated_past_the_cache_by_its_own_bytes() -> None:

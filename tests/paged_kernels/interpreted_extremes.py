@@ -258,7 +258,7 @@ def test_during_graph_capture_no_bound_of_the_queries_is_read(monkeypatch):
     def refuse(tensor, *arguments):
         raise RuntimeError("the host waits for the device")
 
-    monkeypatch.setattr("paged_kernels.attention.can_read_values", lambda tensor: False)
+    monkeypatch.setattr("paged_kernels.checks.can_read_values", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "diff", refuse)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
     found = paged_attention_prefill(*inputs, **options_of(case), validate=False, backend="triton")

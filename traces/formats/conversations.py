@@ -327,9 +327,8 @@ class ShareGptSource(RowSource):
         tree = TokenTree()
         dialogues: list[tuple[int, _Dialogue]] = []
         for first_id, dialogue in self._dialogues(counts):
-            for end in range(
-                2, len(dialogue.cuts) + 1, 2
-            ):  # the prompt of each turn contains the turns before
+            # the prompt of each turn contains the turns before
+            for end in range(2, len(dialogue.cuts) + 1, 2):
                 tree.insert(dialogue.tokens[: dialogue.cuts[end - 1]], dialogue.cuts[:end])
             dialogues.append((first_id, dialogue))
         for first_id, dialogue in dialogues:

@@ -203,9 +203,8 @@ def write_mooncake(trace: Trace, path: str | Path) -> None:
     names: dict[tuple[int, tuple[Piece, ...]], int] = {}
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         for request in trace.requests:
-            ids: list[
-                int
-            ] = []  # two are equal if and only if the prompts are equal up to the end of the block
+            # two are equal if and only if the prompts are equal up to the end of the block
+            ids: list[int] = []
             parent = -1
             for pieces in _blocks(request):
                 unique = any(key is None for key, _, _ in pieces)

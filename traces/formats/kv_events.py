@@ -23,8 +23,8 @@ from traces.formats.parsing import kind
 from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow, note
 from traces.formats.segments import BlockSegments
 
+# A block hash as vLLM publishes it: bytes, or an unsigned 64-bit number.
 EventHash = bytes | int
-"""A block hash as vLLM publishes it: bytes, or an unsigned 64-bit number."""
 
 DEVICE = "GPU"  # vLLM's word for the medium of blocks that are not offloaded
 JOINED_S = 1.0  # an event continues the prompt that ends with its parent if that grew so long ago at most

@@ -206,9 +206,8 @@ class TokenTree:
             length = min(len(child.tokens), len(tokens))
             different = np.flatnonzero(child.tokens[:length] != tokens[:length])
             common = int(different[0]) if different.size else length
-            if common < len(
-                child.tokens
-            ):  # cut the edge: its upper part keeps the node, the lower gets a new one
+            # cut the edge: its upper part keeps the node, the lower gets a new one
+            if common < len(child.tokens):
                 lower = self._node(child.tokens[common:])
                 lower.uses, lower.next = child.uses, child.next
                 child.tokens, child.next = child.tokens[:common], {int(lower.tokens[0]): lower}

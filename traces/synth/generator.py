@@ -313,9 +313,8 @@ def calibrated_trace(
     wanted = reuse_profile(target, _BLOCK)
     if not wanted.distance.size:
         raise ParameterError("like", f"{target.header.name} shares no prefix; nothing to calibrate to")
-    tokens = (
-        wanted.distinct_blocks * _BLOCK
-    )  # capacities from a thousandth of all distinct blocks to all of them
+    # capacities from a thousandth of all distinct blocks to all of them
+    tokens = wanted.distinct_blocks * _BLOCK
     capacities = np.geomspace(max(tokens / 1000, _BLOCK), tokens, _POINTS).tolist()
     best: tuple[float, PrefixSharing, Trace, ReuseProfile] | None = None
     for count in _COUNTS:

@@ -134,14 +134,13 @@ class HashIndex:
         )
 
 
+# The block that is never given out; padding in a block table points to it.
 NULL_BLOCK = 0
-"""The block that is never given out; padding in a block table points to it."""
 
 _CHUNK = 65_536  # blocks that enter the stack at once
 
-_VOIDED_TIMES = (
-    4  # the list of void blocks is cut to one entry a block when so many times as long as the pool
-)
+# the list of void blocks is cut to one entry a block when so many times as long as the pool
+_VOIDED_TIMES = 4
 
 _Value = TypeVar("_Value")
 

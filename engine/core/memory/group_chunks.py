@@ -46,9 +46,8 @@ class ChunkPages(MemoryPages):
         self._empty: list[OrderedDict[int, None]] = [OrderedDict() for _ in layout.groups]
         self._empty_in: dict[int, set[int]] = {}  # chunk: its empty places
         self._owner_of: dict[int, int] = {}  # chunk: the request that it was taken for
-        self._owned: dict[
-            tuple[int, int], OrderedDict[int, None]
-        ] = {}  # group, request: chunks with empty places
+        # group, request: chunks with empty places
+        self._owned: dict[tuple[int, int], OrderedDict[int, None]] = {}
         self._busy = [0] * len(layout.groups)  # chunks of each group with references
 
     # -- where pages lie ------------------------------------------------------------------------------------

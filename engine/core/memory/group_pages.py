@@ -20,8 +20,8 @@ from engine.core.options import GroupKind, GroupPages, Retention
 from engine.core.plan import SlotUsage
 from engine.core.sequence import SequenceState
 
+# The key of a cached page: its group, and the hash of the tokens up to the block's end.
 GroupKey = tuple[int, BlockHash]
-"""The key of a cached page: its group, and the hash of the tokens up to the block's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,8 +261,8 @@ class PoolPages:
             share.pool.check(dict(own))
 
 
+# In a block table: a block that is not held, because its window has left it or a hit did not need it.
 NO_PAGE = 0
-"""In a block table: a block that is not held, because its window has left it or a hit did not need it."""
 
 
 class GroupTables(Sequence[int]):

@@ -14,8 +14,8 @@ from engine.core.plan import CopyList, IntArray, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
+# Step (1 is the first after the scheduled one), blocks allocated, blocks evicted for them, their unfillable slots.
 BlocksTaken = tuple[int, int, int, int]
-"""Step (1 is the first after the scheduled one), blocks allocated, blocks evicted for them, their unfillable slots."""
 
 
 def check_parents(branches: Sequence[SequenceState], parents: Sequence[int]) -> None:

@@ -31,9 +31,8 @@ class RunningBatch:
     def __init__(self, growth: int | None, limit: int) -> None:
         self.calendar = DecodeCalendar(growth)
         self.others: list[Group] = []
-        self.sequences = (
-            0  # branches of running groups; one that has not forked yet counts with its full width
-        )
+        # branches of running groups; one that has not forked yet counts with its full width
+        self.sequences = 0
         self._limit = limit
 
     def __len__(self) -> int:

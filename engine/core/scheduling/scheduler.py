@@ -295,10 +295,8 @@ class AdmissionRules:
         self._limits = limits
         self._policy = policy
         self._watermark = int(limits.watermark * (manager.num_blocks + 1))  # vLLM counts the null block
-        self._raised, self._raised_at = (
-            0.0,
-            0,
-        )  # the adaptive floor in blocks after the last preemption, its step
+        # the adaptive floor in blocks after the last preemption, its step
+        self._raised, self._raised_at = 0.0, 0
 
     @property
     def is_steady(self) -> bool:

@@ -98,15 +98,12 @@ class AttentionTimer(Protocol):
 
     def begin(self) -> Any:
         """Start an interval; give the returned value to `end`."""
-        ...
 
     def end(self, began: Any) -> None:
         """End the interval."""
-        ...
 
     def total_s(self) -> float:
         """Seconds of all intervals since the last call of this method."""
-        ...
 
 
 class ClockTimer:
@@ -175,7 +172,6 @@ class LayerAttention(Protocol):
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """Attention of one layer: `[1, heads, tokens, d]` in, `[1, tokens, heads, d]` out."""
-        ...
 
 
 class PagedStep:

@@ -67,13 +67,11 @@ class AttentionMetadata(Protocol):
 
     def store(self, cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor) -> None:
         """Write new rows `[tokens, kv_heads, dim]` to their slots."""
-        ...
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Fill `out` `[tokens, heads, dv]` from q `[tokens, heads, dk]` and the layer's caches."""
-        ...
 
 
 class TorchMetadata:

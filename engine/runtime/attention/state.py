@@ -22,8 +22,8 @@ from engine.runtime.attention.metadata import StepLayout
 from engine.runtime.errors import ModelError
 from engine.runtime.group_pool import StatePart, StateShape, StateView
 
+# In place of a page, where a row begins its sequence.
 NO_STATE = 0
-"""In place of a page, where a row begins its sequence."""
 _HOOKS = {"update_conv_state": "conv", "update_recurrent_state": "recurrent"}
 
 
@@ -90,9 +90,8 @@ def find_mixers(model: Any, token: int, paged: Any) -> tuple[Mixer, ...]:
         with torch.inference_mode():
             positions = torch.zeros_like(ids)
             model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, paged=paged)
-    except (
-        Exception
-    ):  # it does not work on this cache: what loads the model says why, or finds it equal without
+    # it does not work on this cache: what loads the model says why, or finds it equal without
+    except Exception:
         return ()
     finally:
         for hook in hooks:

@@ -172,9 +172,8 @@ class ChosenTokens:
     parents: dict[int, list[int]] = field(default_factory=dict)  # of beam hypotheses
     accepted: dict[int, int] = field(default_factory=dict)  # draft tokens that were right
     finished: set[int] = field(default_factory=set)
-    ended: dict[int, list[int]] = field(  # branches that ended before the others of their request
-        default_factory=lambda: defaultdict(list)
-    )
+    # branches that ended before the others of their request
+    ended: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     failed: dict[int, NaNLogitsError] = field(default_factory=dict)  # requests with NaN logits
 
 

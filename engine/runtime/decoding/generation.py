@@ -115,9 +115,8 @@ class BeamSearch:
         ranked = hits[: self._width]
         full = all(ids is not None for ids in self.finished)
         closed = not self._improvable or (self._rules.early_stopping is True and full)
-        if (
-            not ranked.any() or closed
-        ):  # transformers lowers scores after closing, so that no candidate can win
+        # transformers lowers scores after closing, so that no candidate can win
+        if not ranked.any() or closed:
             return
         new = length_normalised(scores[: self._width], len(outputs[0]) + 1, self._rules.length_penalty)
         entries: list[IntArray | None] = list(self.finished)
@@ -188,9 +187,8 @@ class Generation:
         self.known = [request.prompt_tokens] * request.width
         self.ends: list[int | None] = [None] * request.width
         self.proposed: list[int] = []  # draft tokens of the current step, after the last known token
-        self.prompt_logprobs: list[
-            TokenLogprobs
-        ] = []  # from the second token on, where the rules ask for them
+        # from the second token on, where the rules ask for them
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
         is_beam = request.decoding is Decoding.beam
         self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None

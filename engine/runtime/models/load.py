@@ -17,17 +17,9 @@ from engine.runtime.attention.state import Mixer, find_mixers, mixing, state_sha
 from engine.runtime.errors import ModelError
 from engine.runtime.group_pool import StateShape
 from engine.runtime.kv_pool import LayerShape, kv_dtype_of
+from engine.runtime.models import probe
 from engine.runtime.models.cpu_layers import original_layers
 from engine.runtime.models.guard import check_architecture
-from engine.runtime.models.probe import (
-    ShapeProbe,
-    check_masks,
-    longest_sequence,
-    probe_latents,
-    probe_layers,
-    run_flat,
-    said,
-)
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
 from engine.runtime.options import KVDtype
 from paged_kernels import Workspace
@@ -77,7 +69,7 @@ class LoadedModel:
 
         `paged` says where K and V are stored and read; `keep` are the flat positions whose logits are wanted.
         """
-        return run_flat(self.model, ids, positions, paged, keep)
+        return probe.run_flat(self.model, ids, positions, paged, keep)
 
 
 def demands_of(models: Iterable[LoadedModel | None], kv_dtype: KVDtype | str) -> set[Demand]:
@@ -120,22 +112,22 @@ def wrap_model(model: Any, *, name: str) -> LoadedModel:
         if isinstance(error, ModelError):
             raise
         kind = model.config.model_type
-        raise ModelError(f"model {name}: {kind} cannot be put on paged KV: {said(error)}") from error
+        raise ModelError(f"model {name}: {kind} cannot be put on paged KV: {probe.said(error)}") from error
 
 
 def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
     config = model.config.get_text_config()
     check_config(name, config.to_dict())
-    longest = longest_sequence(config)
+    longest = probe.longest_sequence(config)
     if longest is None:
         raise ModelError(f"model {name}: the config of {config.model_type} names no longest sequence")
     first = _first_token_id(config)
     use_paged_attention(model, name)
-    mixers = find_mixers(model, first, ShapeProbe())
+    mixers = find_mixers(model, first, probe.ShapeProbe())
     with mixing(mixers, None):
-        shapes, windows = probe_layers(model, name, first, [mixer.layer for mixer in mixers])
-        check_masks(model, name, first)
-        latent_shapes = probe_latents(model, first, len(shapes))
+        shapes, windows = probe.probe_layers(model, name, first, [mixer.layer for mixer in mixers])
+        probe.check_masks(model, name, first)
+        latent_shapes = probe.probe_latents(model, first, len(shapes))
     verdict = check_architecture(model, name)
     width = sum(heads * dim for layer in shapes for heads, dim in layer)
     return LoadedModel(

@@ -19,8 +19,8 @@ from engine.runtime.kv_pool import LayerShape
 _IGNORED_KEYWORDS = frozenset(
     ["position_ids", "use_cache", "dropout", "is_causal", "cache_position", "layer_type"]
 )
+# What a layer sends that has no attention.
 NO_KV: LayerShape = ((0, 0), (0, 0))
-"""What a layer sends that has no attention."""
 _FARTHEST = 1 << 17  # masks are looked at for a query at most this far from the first token
 
 

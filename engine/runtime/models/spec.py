@@ -38,9 +38,8 @@ class ModelSpec:
     dtype: str = "float32"
     seed: int = 0
     initializer_range: float = 0.1
-    window: int | None = (
-        None  # tokens that windowed layers see, of families that have them; None: the family's own
-    )
+    # tokens that windowed layers see, of families that have them; None: the family's own
+    window: int | None = None
     state_layers: int = 0  # layers that keep a recurrent state, of families that have them
 
 
@@ -111,8 +110,8 @@ def _with_states(spec: ModelSpec) -> Config:
     }
 
 
+# Families of `FAMILIES` with a recurrent state in some layers.
 STATE_FAMILIES = frozenset({"qwen3_next"})
-"""Families of `FAMILIES` with a recurrent state in some layers."""
 
 FAMILIES: Mapping[str, Callable[[ModelSpec], Config]] = {
     "llama": _llama_like,

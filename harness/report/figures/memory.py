@@ -324,10 +324,9 @@ def draw_waste(study: Study, axes: Axes) -> Picture:
     side_legend(grid[0], measured=bool(table["measured"].notna().any()))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     caption = (
-        "Every mark is one paged point. Left: reserved and internal slots per sequence that decodes, "
-        "with the closed form "
-        "(B − 1) / 2 of a length that is uniform modulo the block size. Right: prompt tokens found in the cache, whole "
-        "blocks only, so large blocks find less."
+        "Every mark is one paged point. Left: reserved and internal slots per sequence that decodes, with the closed "
+        "form (B − 1) / 2 of a length that is uniform modulo the block size. Right: prompt tokens found in the cache, "
+        "whole blocks only, so large blocks find less."
     )
     return Drawing("waste", caption, figure, table)
 

@@ -21,8 +21,8 @@ _POLICY_LOOKS = {
     "contiguous_oracle": (PALETTE[5], "v"),
 }
 
+# The most lines in one panel; more cannot be distinguished.
 MOST_SERIES = 5
-"""The most lines in one panel; more cannot be distinguished."""
 
 
 def policies(records: Sequence[PointRecord]) -> list[str]:

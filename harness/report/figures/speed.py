@@ -46,9 +46,8 @@ def draw_tradeoff(study: Study, axes: Axes) -> Picture:
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     side = "measured" if table["measured"].any() else "predicted"
     caption = (
-        "Every mark is one point "
-        f"({side}{' where it was measured, else predicted' if side == 'measured' else ''}). On the "
-        "front no other point serves more requests with a lower normalized latency (E2E latency / output tokens)."
+        f"Every mark is one point ({side}{' where it was measured, else predicted' if side == 'measured' else ''}). On "
+        "the front no other point serves more requests with a lower normalized latency (E2E latency / output tokens)."
     )
     if rates:
         caption += " Right: the axes of the PagedAttention paper (SOSP'23, figure 12)."

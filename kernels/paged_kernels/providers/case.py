@@ -125,16 +125,13 @@ class Provider(Protocol):
     @property
     def name(self) -> str:
         """The unique name, which heads its column in tables and reports."""
-        ...
 
     @property
     def capturable(self) -> bool:
         """Whether a prepared run may be captured in a CUDA graph (no host wait, no allocation that outlives it)."""
-        ...
 
     def available(self, device: torch.device) -> str | None:
         """None if it can run on `device`, else the reason why it cannot."""
-        ...
 
     def prepare(self, case: Case) -> Run:
         """Do all untimed work (metadata on the host, layout changes, buffers, compilation) and return the timed call.
@@ -142,7 +139,16 @@ class Provider(Protocol):
         The call may return the same output tensor each time. Raises `UnsupportedCaseError` if the provider cannot
         serve the case.
         """
-        ...
+
+
+class Everywhere:
+    """A provider that runs wherever torch does, and whose runs can be captured."""
+
+    capturable: bool = True
+
+    def available(self, device: torch.device) -> str | None:
+        """It runs everywhere."""
+        return None
 
 
 def contiguous_kv(case: Case) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,6 +16,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from paged_kernels.providers.case import (
     Case,
+    Everywhere,
     Run,
     UnsupportedCaseError,
     contiguous_kv,
@@ -26,15 +27,10 @@ from paged_kernels.scoring import additive, causal_window
 
 
 @dataclass(frozen=True, slots=True)
-class ContiguousSdpa:
+class ContiguousSdpa(Everywhere):
     """SDPA on contiguous KV. Sequences of equal length run in one call, ragged prefills one by one."""
 
     name: str = "sdpa"
-    capturable: bool = True
-
-    def available(self, device: torch.device) -> str | None:
-        """It is part of torch."""
-        return None
 
     def prepare(self, case: Case) -> Run:
         """Copy KV into contiguous memory, and choose the call for which torch has its fastest kernel."""
@@ -46,15 +42,10 @@ class ContiguousSdpa:
 
 
 @dataclass(frozen=True, slots=True)
-class GatherSdpa:
+class GatherSdpa(Everywhere):
     """Gather each sequence's blocks into contiguous memory, then SDPA: the cost of paging without a paged kernel."""
 
     name: str = "gather-sdpa"
-    capturable: bool = True
-
-    def available(self, device: torch.device) -> str | None:
-        """It is part of torch."""
-        return None
 
     def prepare(self, case: Case) -> Run:
         """Make the index and the buffers; the gather itself is timed."""
@@ -153,11 +144,10 @@ LEAST_PAGE = 16  # a block of the mask is a page, and the kernel's tile must fit
 
 
 @dataclass(frozen=True, slots=True)
-class FlexAttention:
+class FlexAttention(Everywhere):
     """Decode by `flex_attention`, whose blocks are those of the cache. The first use compiles it for some seconds."""
 
     name: str = "flex"
-    capturable: bool = True
     compiled: bool = True
 
     def available(self, device: torch.device) -> str | None:
@@ -241,11 +231,10 @@ TENSOR_CORES_FROM_GROUP = 4  # from this many query heads per KV head its tensor
 
 
 @dataclass(frozen=True, slots=True)
-class FlashInfer:
+class FlashInfer(Everywhere):
     """Decode and prefill over the same cache: its NHD and HND layouts are the same as ours."""
 
     name: str = "flashinfer"
-    capturable: bool = True
 
     def available(self, device: torch.device) -> str | None:
         """It needs its package and a CUDA device."""
@@ -298,11 +287,10 @@ PAGE_MULTIPLE = 256  # version 2 supports no smaller pages
 
 
 @dataclass(frozen=True, slots=True)
-class FlashAttention:
+class FlashAttention(Everywhere):
     """The flash-attn kernels over the same cache."""
 
     name: str = "flash-attn"
-    capturable: bool = True
 
     def available(self, device: torch.device) -> str | None:
         """It needs its package and a CUDA device."""

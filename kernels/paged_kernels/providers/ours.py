@@ -18,7 +18,7 @@ from paged_kernels.cascade_groups import (
 )
 from paged_kernels.checks import OptionError
 from paged_kernels.memory import PagedBatch, Workspace
-from paged_kernels.providers.case import Case, Run, UnsupportedCaseError, contiguous_kv
+from paged_kernels.providers.case import Case, Everywhere, Run, UnsupportedCaseError, contiguous_kv
 from paged_kernels.torch import decode as torch_decode
 
 # With this cost every shared block is read once. It measures the crossover that the cost rule is compared with.
@@ -26,15 +26,10 @@ ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=
 
 
 @dataclass(frozen=True, slots=True)
-class Paged:
+class Paged(Everywhere):
     """Our paged attention: Triton on a CUDA device, torch elsewhere."""
 
     name: str = "paged"
-    capturable: bool = True
-
-    def available(self, device: torch.device) -> str | None:
-        """It runs everywhere."""
-        return None
 
     def prepare(self, case: Case) -> Run:
         """Prepare as an engine does, once per step for all layers."""
@@ -50,11 +45,10 @@ class Paged:
 
 
 @dataclass(frozen=True, slots=True)
-class HopperPrefill:
+class HopperPrefill(Everywhere):
     """Our prefill with the kernel for H100 and H200, which no GPU has run yet."""
 
     name: str = "paged-hopper"
-    capturable: bool = True
 
     def available(self, device: torch.device) -> str | None:
         """It runs on compute capability 9.0 alone."""
@@ -75,11 +69,10 @@ class HopperPrefill:
 
 
 @dataclass(frozen=True, slots=True)
-class ContiguousDecode:
+class ContiguousDecode(Everywhere):
     """The Triton decode over contiguous KV: the same code with plain addressing, so the difference is paging."""
 
     name: str = "contiguous"
-    capturable: bool = True
 
     def available(self, device: torch.device) -> str | None:
         """It is a Triton kernel."""
@@ -105,16 +98,11 @@ class ContiguousDecode:
 
 
 @dataclass(frozen=True, slots=True)
-class Cascade:
+class Cascade(Everywhere):
     """Our decode with shared prefixes read once, if the cost rule says so (`always`: whenever blocks are shared)."""
 
     name: str = "cascade"
     always: bool = False
-    capturable: bool = True
-
-    def available(self, device: torch.device) -> str | None:
-        """It runs everywhere."""
-        return None
 
     def prepare(self, case: Case) -> Run:
         """Divide the batch into groups. If no group saves time, run the flat decode."""

@@ -33,12 +33,9 @@ from paged_kernels.triton.launch import (
     store_constants,
 )
 
-HEAD_DIMS = (64, 80, 96, 128, 256)
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # compute capabilities
-TUNED = (
-    80,
-    90,
-)  # where every configuration is compiled; elsewhere those that need most registers or shared memory
+# where every configuration is compiled; elsewhere those that need most registers or shared memory
+TUNED = (80, 90)
 ELEMENTS = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
@@ -80,9 +77,8 @@ class KernelConfiguration:
     aligned: frozenset[str]  # arguments divisible by 16: the launcher checks or guarantees each
     num_warps: int
     num_stages: int
-    kv_tile: tuple[int, int] | None = (
-        None  # [keys, width] of a staged K tile; its buffers show the pipeline depth
-    )
+    # [keys, width] of a staged K tile; its buffers show the pipeline depth
+    kv_tile: tuple[int, int] | None = None
     matrix: bool = False  # whether its products must use warp-group instructions (HGMMA) on sm_90
     kv_bytes: int = 0  # K and V of one tile, of a decode kernel
     most_per_byte: float = 0.0  # instructions of a warp per byte of K and V that are promised; 0: no promise

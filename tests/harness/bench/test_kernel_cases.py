@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from harness.bench.calls import build, copies_past_cache
-from harness.bench.cases import PRESETS, KernelCase, expand
+from harness.bench.cases import KernelCase, expand, preset, presets
 from harness.config.errors import UserError
 
 
@@ -30,9 +30,9 @@ def test_an_impossible_case_is_refused_with_its_figures(wrong: dict[str, object]
         KernelCase(**wrong)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_names_of_a_preset_are_unique_and_lead_back_to_the_case(preset: str) -> None:
-    cases = PRESETS[preset]()
+@pytest.mark.parametrize("name", presets())
+def test_names_of_a_preset_are_unique_and_lead_back_to_the_case(name: str) -> None:
+    cases = preset(name)
     assert len({case.name for case in cases}) == len(cases)
     assert all(KernelCase(**case.values()) == case for case in cases)
 

@@ -28,4 +28,4 @@ def page(store: Path) -> Path:
 def _no_pdf(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests that write a report of their own look at the page alone; the PDFs take half of the time."""
     if "page" not in request.fixturenames:
-        monkeypatch.setattr("harness.report.write.pdf_bytes", lambda figure: b"%PDF-none")
+        monkeypatch.setattr("harness.report.style.pdf_bytes", lambda figure: b"%PDF-none")

@@ -38,6 +38,11 @@ def files_of(paper: Paper, *, serif: bool = False) -> dict[str, bytes]:
         return panel_files(drawn(), paper)
 
 
+@pytest.fixture(autouse=True)
+def _no_pdf() -> None:
+    """Here PDFs are looked at."""
+
+
 def test_dollars_in_a_name_are_drawn_and_no_formula() -> None:
     with style():
         figure, (panel,) = panels(3.5, 2.4, 1, 1)

@@ -33,13 +33,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The points that are read from now on."""
     names: list[str] = []
-    real = module.read_point
+    real = module.reading.read_point
 
     def read(root: Path, name: str, content: StoreContent, keep: None) -> None:
         names.append(name)
         real(root, name, content, keep)
 
-    monkeypatch.setattr(module, "read_point", read)
+    monkeypatch.setattr(module.reading, "read_point", read)
     return names
 
 

@@ -36,9 +36,9 @@ def test_what_is_planted_is_refused_with_its_reason(kind, reason):
 
 
 def test_a_window_in_masks_is_refused_by_the_numbers_too(monkeypatch):
-    from engine.runtime.models import load
+    from engine.runtime.models import probe
 
-    monkeypatch.setattr(load, "check_masks", lambda *rest: None)
+    monkeypatch.setattr(probe, "check_masks", lambda *rest: None)
     with pytest.raises(ModelError, match="attends to other keys"):
         wrap_model(build(planted.MaskOnlyWindow), name="planted")
 
