@@ -4,6 +4,7 @@ By day the examples are few and the same in every run, and no test fails because
 (`PAGETWIN_NIGHTLY=1`) the tests marked `nightly` run too, and seeds are free.
 """
 
+import gc
 import random
 import shutil
 from collections.abc import Iterator
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         draw = random.Random(seed)
         place = {file: draw.random() for file in sorted({item.path for item in items})}
         items.sort(key=lambda item: (place[item.path], draw.random()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_old_objects_alone() -> None:
+    """Every measured run collects garbage first: what earlier files imported and cached is not searched again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")
