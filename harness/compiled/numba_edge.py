@@ -38,7 +38,7 @@ def compiled(function: _Function) -> _Function:
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
     for each in _JITABLE:
-        extending.register_jitable(forceinline=True)(each)
+        extending.register_jitable(forceinline=True, no_cfunc_wrapper=True)(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
     machine_code: _Function = numba.njit(cache=kept, _nrt=False)(function)

@@ -252,6 +252,7 @@ def test_the_check_sees_a_read_behind_the_end():
     assert not relative_error(attend(case), exact) < TOLERANCE[FP32]
 
 
+@pytest.mark.nightly  # by day `interpreted_engine_checks.py` has it
 def test_the_engine_gives_the_same_tokens_on_both_backends():
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import load_model
