@@ -119,9 +119,10 @@ def test_every_option_composes(group: str, option: str) -> None:
     assert composed(f"{group}={option}") is not None
 
 
-@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_file_starts_by_saying_what_it_is_for(file: Path) -> None:
-    assert file.read_text(encoding="utf-8").startswith("# ")
+def test_every_config_file_starts_by_saying_what_it_is_for() -> None:
+    files = sorted(conf_dir().rglob("*.yaml"))
+    assert len(files) > 100
+    assert [file for file in files if not file.read_text(encoding="utf-8").startswith("# ")] == []
 
 
 def test_the_purpose_of_an_option_is_its_first_line() -> None:

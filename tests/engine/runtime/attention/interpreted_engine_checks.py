@@ -1,4 +1,4 @@
-"""The engine's Triton path in Triton's interpreter, token for token beside torch. Run by `tests/paged_kernels/test_triton.py`.
+"""The engine's Triton path in Triton's interpreter, token for token beside torch. `test_triton.py` runs it.
 
 TRITON_INTERPRET is read when a kernel is defined, so this file is not collected with the others. Models are tiny: a
 pass through the interpreter takes about a second.
