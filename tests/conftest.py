@@ -7,6 +7,7 @@ By day the examples are few and the same in every run, and no test fails because
 import gc
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -39,6 +40,14 @@ def _leave_old_objects_alone() -> None:
     """Every measured run collects garbage first: what earlier files imported and cached is not searched again."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _draw_the_same_numbers() -> None:
+    """The global generators start alike in each test: torch's has another seed in every process."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 @pytest.fixture(scope="module")
