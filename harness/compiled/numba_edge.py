@@ -34,7 +34,7 @@ def compiled(function: _Function) -> _Function:
     The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
     all the rest, because every call passes the whole state. Every function is inlined by LLVM for the same reason: the
     state is some 90 arrays of seven words, which a call passes by value. That takes a thirteenth of the time of calls,
-    and compiling takes as long. None is called from C, so none gets an entry for C: those were a quarter of the compiling.
+    and compiling takes as long. None is called from C, so none gets an entry for C: a quarter of the compiling.
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
     for each in _JITABLE:
