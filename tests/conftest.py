@@ -15,6 +15,10 @@ from typing import Any
 import pytest
 from tiers import NIGHT
 
+LONGEST = (
+    *("test_compiled.py", "test_triton.py", "test_lesson_pages.py", "test_light_start.py", "test_page.py"),
+    *("test_kill_and_resume.py", "test_twin.py", "test_calibrate_command.py"),
+)  # files of five seconds and more run first, so that no worker begins one when the others have ended
 START_MS = 120_000  # for a browser to start: a safety net on a busy machine
 
 
@@ -29,6 +33,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if (seed := config.getoption("--shuffle")) is not None:
         draw = random.Random(seed)
         place = {file: draw.random() for file in sorted({item.path for item in items})}
