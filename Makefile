@@ -31,7 +31,7 @@ check: lint  # before every commit: under a minute once mypy has its cache
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile -q $(FAST) $(ARGS)
 
 test: $(STAMP)  # a file at a time, so that what its tests share is made once
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: $(STAMP)  # all tests (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM), every kernel compiled, fuzzing of the trace readers, a sweep killed 50 times, fits to logs of a known truth
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"

@@ -4,8 +4,10 @@ By day the examples are few and the same in every run, and no test fails because
 (`PAGETWIN_NIGHTLY=1`) the tests marked `nightly` run too, and seeds are free.
 """
 
+import gc
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -13,6 +15,10 @@ from typing import Any
 import pytest
 from tiers import NIGHT
 
+LONGEST = (
+    *("test_compiled.py", "test_triton.py", "test_lesson_pages.py", "test_light_start.py", "test_page.py"),
+    *("test_kill_and_resume.py", "test_twin.py", "test_calibrate_command.py"),
+)  # files of five seconds and more run first, so that no worker begins one when the others have ended
 START_MS = 120_000  # for a browser to start: a safety net on a busy machine
 
 
@@ -27,10 +33,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    items.sort(key=lambda item: item.path.name not in LONGEST)
     if (seed := config.getoption("--shuffle")) is not None:
         draw = random.Random(seed)
         place = {file: draw.random() for file in sorted({item.path for item in items})}
         items.sort(key=lambda item: (place[item.path], draw.random()))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_old_objects_alone() -> None:
+    """Every measured run collects garbage first: what earlier files imported and cached is not searched again."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _draw_the_same_numbers() -> None:
+    """The global generators start alike in each test: torch's has another seed in every process."""
+    random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(0)  # the CPU's alone, in microseconds
 
 
 @pytest.fixture(scope="module")

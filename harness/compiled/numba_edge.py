@@ -34,11 +34,11 @@ def compiled(function: _Function) -> _Function:
     The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
     all the rest, because every call passes the whole state. Every function is inlined by LLVM for the same reason: the
     state is some 90 arrays of seven words, which a call passes by value. That takes a thirteenth of the time of calls,
-    and compiling takes as long.
+    and compiling takes as long. None is called from C, so none gets an entry for C: a quarter of the compiling.
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
     for each in _JITABLE:
-        extending.register_jitable(forceinline=True)(each)
+        extending.register_jitable(forceinline=True, no_cfunc_wrapper=True)(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
     machine_code: _Function = numba.njit(cache=kept, _nrt=False)(function)

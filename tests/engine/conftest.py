@@ -7,6 +7,15 @@ import pytest
 from tiny_models import SHAPE
 
 
+@pytest.fixture(scope="session")
+def compiled_kernels():
+    """The compiled CPU kernels are there; the test skips where they cannot be had."""
+    from engine.runtime.attention.native import why_unavailable
+
+    if reason := why_unavailable():
+        pytest.skip(f"no compiled kernels: {reason}")
+
+
 @functools.cache
 def loaded_model(family="llama"):
     """A model of the family on paged KV; one per process."""

@@ -197,7 +197,7 @@ def test_partial_attentions_merge_and_empty_sides_take_no_part(dtype):
     found = merge_attn_states(a, lse_a, b, lse_b, backend="triton")
     exact = merge_attn_states(a.double(), lse_a.double(), b.double(), lse_b.double(), backend="torch")
     assert relative_error(found[0], exact[0]) < (1e-6 if dtype == FP32 else 2**-7)
-    assert torch.allclose(found[1].double(), exact[1])
+    assert torch.allclose(found[1].double(), exact[1], atol=1e-6)
     assert not found[0][0].any()
 
 
@@ -252,6 +252,7 @@ def test_the_check_sees_a_read_behind_the_end():
     assert not relative_error(attend(case), exact) < TOLERANCE[FP32]
 
 
+@pytest.mark.nightly  # by day `interpreted_engine_checks.py` has it
 def test_the_engine_gives_the_same_tokens_on_both_backends():
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import load_model

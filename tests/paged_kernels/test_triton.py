@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiers import cases
 
 pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 HERE = Path(__file__).parent
+ENGINE = HERE.parent / "engine" / "runtime" / "attention" / "interpreted_engine_checks.py"
 
 
-def run_checks(name, **environment):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / name)]
+def run_checks(*files, **environment):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *map(str, files)]
     kept = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     return subprocess.run(
         command,
@@ -25,13 +25,18 @@ def run_checks(name, **environment):
     )
 
 
-@cases("name", ["interpreted_checks.py", "interpreted_extremes.py"], day=1)
-def test_interpreted_kernels_equal_the_reference(name):
-    done = run_checks(name, TRITON_INTERPRET="1")
+def test_interpreted_kernels_equal_the_reference_and_the_engine_on_them_is_that_on_torch():
+    done = run_checks(HERE / "interpreted_checks.py", ENGINE, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+
+
+@pytest.mark.nightly
+def test_interpreted_kernels_bear_extremes():
+    done = run_checks(HERE / "interpreted_extremes.py", TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.nightly
 def test_kernels_compile_without_a_gpu(tmp_path):
-    done = run_checks("compile_checks.py", TRITON_CACHE_DIR=str(tmp_path))
+    done = run_checks(HERE / "compile_checks.py", TRITON_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -64,6 +64,7 @@ def test_mooncake_files_read_to_their_totals_and_reuse(name: str, published: Fin
     assert (totals(statistics), reuse, statistics["clock_quantum_us"]) == MOONCAKE[name]
 
 
+@pytest.mark.nightly
 def test_mooncake_conversation_matches_its_published_statistics(published: Find) -> None:
     statistics = trace_statistics(read_trace(published("mooncake-fast25/conversation_trace.jsonl")))
     assert statistics["arrivals"]["gap_cv"] == pytest.approx(3.03386, abs=1e-5)
@@ -72,6 +73,7 @@ def test_mooncake_conversation_matches_its_published_statistics(published: Find)
     assert statistics["prompt_output_spearman"] == pytest.approx(0.071692, abs=1e-6)
 
 
+@pytest.mark.nightly  # by day `test_reading.py` spreads the ticks of a small file
 @pytest.mark.parametrize(("ticks", "gap_cv"), [("random", 1.01), ("even", 0.36)])
 def test_spread_ticks_remove_the_bursts_of_the_recording_clock(
     ticks: str, gap_cv: float, published: Find

@@ -5,7 +5,6 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import pytest
 import yaml
 
 from harness.config.schema import TraceConfig, TraceFormat
@@ -31,20 +30,20 @@ def test_an_unknown_file_has_no_licence_that_could_be_named() -> None:
     assert licence_of("00") == "not known: the checksum is not in the catalogue"
 
 
-@pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
-def test_a_choice_says_when_to_choose_it(path: Path) -> None:
-    assert path.read_text().startswith("# Choose ")
+def test_a_choice_says_when_to_choose_it() -> None:
+    assert len(CHOICES) > 20
+    assert [path.stem for path in CHOICES if not path.read_text().startswith("# Choose ")] == []
 
 
-@pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
-def test_a_choice_sets_exactly_the_keys_of_the_schema(path: Path) -> None:
-    assert set(yaml.safe_load(path.read_text())) == {field.name for field in fields(TraceConfig)}
+def test_a_choice_sets_exactly_the_keys_of_the_schema() -> None:
+    keys = {field.name for field in fields(TraceConfig)}
+    assert [path.stem for path in CHOICES if set(yaml.safe_load(path.read_text())) != keys] == []
 
 
-@pytest.mark.parametrize("path", CHOICES, ids=lambda path: path.stem)
-def test_a_choice_names_a_table_or_a_known_format(path: Path) -> None:
-    choice = yaml.safe_load(path.read_text())
-    assert TraceFormat(choice["format"]) is not TraceFormat.generated or choice["name"] in (*TABLES, CHAT)
+def test_a_choice_names_a_table_or_a_known_format() -> None:
+    choices = [yaml.safe_load(path.read_text()) for path in CHOICES]
+    generated = [entry["name"] for entry in choices if TraceFormat(entry["format"]) is TraceFormat.generated]
+    assert set(generated) <= {*TABLES, CHAT}
 
 
 def test_the_room_imports_nothing_heavy() -> None:

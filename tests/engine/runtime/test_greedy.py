@@ -24,7 +24,7 @@ def expected(generate, family, prompts):
     return [generate(family, prompt, TOKENS)[0][0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@cases("family", FAMILIES, day=("qwen3", "mistral"))  # by day `test_families.py` has the others
 def test_outputs_equal_generate(family, model_of, generate, prompts):
     found, _ = run(model_of(family), prompts)
     assert found == expected(generate, family, prompts)

@@ -1,10 +1,12 @@
 """A benchmark session: what ran comes back with its samples; what failed says why."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
 
+from harness.bench import results
 from harness.bench.results import BenchError, run_session
 
 TIMED = """
@@ -34,6 +36,14 @@ def test_a_session_returns_every_sample_and_what_the_benchmark_said(tmp_path: Pa
     assert json.loads((tmp_path / "out" / "sleep.json").read_text())["benchmarks"][0]["stats"]["rounds"] == 3
 
 
+def test_the_end_of_a_failed_session_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = [sys.executable, "-c", "print('assert equal == unequal'); raise SystemExit(1)"]
+    monkeypatch.setattr(results, "_command", lambda *_: fails)
+    with pytest.raises(BenchError, match=r"exit code 1\):\nassert equal == unequal"):
+        run_session(bench_file(tmp_path, ""), {}, tmp_path / "out.json")
+
+
+@pytest.mark.nightly
 def test_a_failed_benchmark_is_an_error_with_its_reason(tmp_path: Path) -> None:
     file = bench_file(
         tmp_path, "def test_wrong(benchmark):\n    benchmark(lambda: 1)\n    assert 'equal' == 'unequal'"

@@ -281,7 +281,7 @@ def test_a_message_is_never_longer_than_thirty_lines(cli: Cli) -> None:
 
 
 def test_a_line_of_a_message_is_never_endless(cli: Cli) -> None:
-    code, _, err = cli("sweep", "name=" + "/" * 100_000)
+    code, _, err = cli("sweep", "name=" + "/" * 20_000)
     assert code == 2
     assert len(err) < 3_000
     assert "more characters" in err

@@ -24,9 +24,10 @@ def test_the_default_run_is_fine() -> None:
     assert messages() == []
 
 
-@pytest.mark.parametrize("key", sorted(RANGES))
-def test_a_value_below_its_range_is_refused_by_its_key(key: str) -> None:
-    assert any(message.startswith(f"{key}: found -1") for message in messages(f"{key}=-1"))
+def test_a_value_below_its_range_is_refused_by_its_key() -> None:
+    said = {key: messages(f"{key}=-1") for key in RANGES}
+    starts = {key: any(line.startswith(f"{key}: found -1") for line in lines) for key, lines in said.items()}
+    assert [key for key, named in starts.items() if not named] == []
 
 
 def test_every_number_of_the_schema_has_a_range() -> None:
@@ -34,9 +35,8 @@ def test_every_number_of_the_schema_has_a_range() -> None:
     assert numbers == set(RANGES)
 
 
-@pytest.mark.parametrize("key", sorted(RANGES))
-def test_every_range_has_an_end_that_64_bits_hold(key: str) -> None:
-    assert RANGES[key].high < 2**63
+def test_every_range_has_an_end_that_64_bits_hold() -> None:
+    assert [key for key, allowed in RANGES.items() if not allowed.high < 2**63] == []
 
 
 @pytest.mark.parametrize(

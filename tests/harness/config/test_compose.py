@@ -51,7 +51,7 @@ OVERRIDES = st.fixed_dictionaries(
 
 
 @given(OVERRIDES)
-@settings(max_examples=tier(3, 60))  # Hydra's own composition takes a third of a second
+@settings(max_examples=tier(2, 60))  # Hydra's own composition takes a third of a second
 def test_cached_composition_equals_hydras_own(chosen: dict[str, object]) -> None:
     texts = [f"{key}={'null' if value is None else value}" for key, value in chosen.items()]
     tree = compose_with_hydra(texts)
@@ -119,9 +119,10 @@ def test_every_option_composes(group: str, option: str) -> None:
     assert composed(f"{group}={option}") is not None
 
 
-@pytest.mark.parametrize("file", sorted(conf_dir().rglob("*.yaml")), ids=lambda path: path.stem)
-def test_every_config_file_starts_by_saying_what_it_is_for(file: Path) -> None:
-    assert file.read_text(encoding="utf-8").startswith("# ")
+def test_every_config_file_starts_by_saying_what_it_is_for() -> None:
+    files = sorted(conf_dir().rglob("*.yaml"))
+    assert len(files) > 100
+    assert [file for file in files if not file.read_text(encoding="utf-8").startswith("# ")] == []
 
 
 def test_the_purpose_of_an_option_is_its_first_line() -> None:
@@ -182,7 +183,7 @@ ANY_GROUP = st.sampled_from(sorted(groups())).flatmap(
 
 
 @given(st.lists(st.one_of(ANY_KEY, ANY_KEY, ANY_GROUP), max_size=6))
-@settings(max_examples=tier(12, 200))
+@settings(max_examples=tier(6, 200))
 def test_composition_by_values_equals_composition_by_trees(texts: list[str]) -> None:
     by_values, by_trees = both_ways(*texts)
     assert by_values == by_trees

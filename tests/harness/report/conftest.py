@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from shared_folder import made_once
 from synthetic_store import grid, write_store
 from tiers import tier
 
@@ -19,9 +20,14 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def page(store: Path) -> Path:
-    """The report on `store`, by day without PDFs."""
-    return write_report(store, figures=tier(Figures.svg, Figures.all))
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report on such a store, by day without PDFs."""
+
+    def write(folder: Path) -> None:
+        write_store(folder, grid(SMALL), name="<fragmentation>")
+        write_report(folder, figures=tier(Figures.svg, Figures.all))
+
+    return made_once(tmp_path_factory, "store_with_page", write) / "report" / "index.html"
 
 
 @pytest.fixture(autouse=True)

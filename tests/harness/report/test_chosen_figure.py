@@ -46,9 +46,9 @@ def test_two_choices_do_not_overwrite_each_other(store: Path, tmp_path: Path) ->
     assert not {*one} & {*two}
 
 
-def test_the_report_stays_as_it_is(store: Path, page: Path, tmp_path: Path) -> None:
+def test_the_report_stays_as_it_is(page: Path, tmp_path: Path) -> None:
     copied = tmp_path / "store"  # the other tests look at the folder of `page`
-    shutil.copytree(store, copied)
+    shutil.copytree(page.parents[1], copied)
     files = write_chosen_figure(copied, FigureChoice(X))
     assert (copied / "report" / "index.html").read_bytes() == page.read_bytes()
     assert all(path.parent == copied / "report" / "figures" for path in files)

@@ -13,6 +13,8 @@ from harness.config.schema import Figures
 from harness.metrics.record import PointRecord
 from harness.report import ReportError, verdict_lines, write_report
 from harness.report.study import read_study
+from harness.report.style import Missing
+from harness.report.write import FIGURES
 from harness.store.commit import commit_point
 
 ONE = {
@@ -109,9 +111,9 @@ def test_the_command_that_makes_it_again_is_shown(page):
     assert "<code>python -m harness sweep name=&lt;fragmentation&gt;</code>" in text_of(page)
 
 
-def test_all_metrics_of_all_points_are_in_one_csv(page, store):
+def test_all_metrics_of_all_points_are_in_one_csv(page):
     lines = (page.parent / "figures" / "points.csv").read_text().splitlines()
-    records = [json.loads(path.read_text()) for path in store.glob("points/*/record.json")]
+    records = [json.loads(path.read_text()) for path in page.parents[1].glob("points/*/record.json")]
     assert len(lines) == 1 + sum(len(record["comparison"]) for record in records)
 
 
@@ -126,7 +128,14 @@ def test_a_single_point_says_that_nothing_was_swept(tmp_path):
     assert "Everything finished: 1 point" in text
 
 
-def test_simulation_only_says_why_there_is_no_measured_side(tmp_path):
+def draw_alone(monkeypatch, *names):
+    """Leave every figure but these out of the reports of a test."""
+    rest = {name: lambda *_, name=name: Missing(name, "left out") for name in FIGURES if name not in names}
+    monkeypatch.setattr("harness.report.write.FIGURES", {**FIGURES, **rest})
+
+
+def test_simulation_only_says_why_there_is_no_measured_side(tmp_path, monkeypatch):
+    draw_alone(monkeypatch, "errors", "agreement", "levels")
     text = text_of(write_report(write_store(tmp_path, [ONE, TWO], measure=False)))
     assert "Simulation only: nothing was measured" in text
     assert text.count("No point was measured (measure=false)") == 3
@@ -155,8 +164,8 @@ def test_a_crowded_sweep_folds_its_table(tmp_path):
     assert "<summary>All 60 points</summary>" in text
 
 
-def test_no_trace_of_where_the_store_lies(page, store):
-    assert str(store) not in text_of(page)
+def test_no_trace_of_where_the_store_lies(page):
+    assert str(page.parents[1]) not in text_of(page)
 
 
 def test_an_empty_store_says_what_to_do(tmp_path):
@@ -218,7 +227,8 @@ def test_differing_counts_void_the_verdict(tmp_path):
     assert "step 3: block ids" in text
 
 
-def test_a_missing_step_table_costs_one_figure(tmp_path):
+def test_a_missing_step_table_costs_one_figure(tmp_path, monkeypatch):
+    draw_alone(monkeypatch, "pool_over_time")
     folder = write_point(tmp_path, ONE)
     (folder / "steps.parquet").unlink()
     assert "has a readable step table" in text_of(write_report(tmp_path))

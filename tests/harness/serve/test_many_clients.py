@@ -9,7 +9,7 @@ import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from tiers import tier
 
-CLIENTS = tier(100, 500)
+CLIENTS = tier(50, 500)
 KINDS = 5
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 from own_policies import LongestFirst, MostRecentFirst, ShortPromptsFirst
+from serve_cases import PATIENCE_S, served
 from tiers import cases
 
 from harness.cli.main import main
@@ -108,7 +109,6 @@ WINDOWED = ("model.family=gemma2", "model.layers=2", "model.window=24", "model.w
 @cases("groups", ["uniform", "separate"], day=1)
 def test_a_server_with_groups_answers_as_one_without(groups):
     import httpx
-    from serve_cases import served
 
     said = []
     for override in ("cache.groups=off", f"cache.groups={groups}"):
@@ -117,7 +117,9 @@ def test_a_server_with_groups_answers_as_one_without(groups):
         )
         with served(engine) as address:
             body = {"model": "tiny", "prompt": [5, 6, 7, 8, 9] * 12, "max_tokens": 30, "temperature": 0}
-            answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60) for _ in range(2)]
+            answers = [
+                httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S) for _ in range(2)
+            ]
             said.append([answer.json()["choices"][0]["text"] for answer in answers])
     assert said[0] == said[1]
     assert engine.counters.prefix_hits > 0
@@ -126,11 +128,10 @@ def test_a_server_with_groups_answers_as_one_without(groups):
 
 def test_a_server_with_groups_refuses_several_sequences_by_name():
     import httpx
-    from serve_cases import served
 
     with served(built(*WINDOWED, "cache.groups=uniform")) as address:
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
-        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60)
+        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
     assert "has 2 sequences, which a cache with groups does not serve" in answer.text
 
@@ -144,13 +145,14 @@ def test_groups_that_the_model_does_not_have_are_refused():
 
 def test_a_server_of_a_model_with_states_hits_them_and_answers_alike():
     import httpx
-    from serve_cases import served
 
     shape = ("model.family=qwen3_next", "model.layers=2", "model.state_layers=1", "model.state_bytes=3072")
     engine = built(*shape, "cache.groups=separate", "cache.state_every=16", "engine.audit=full")
     with served(engine) as address:
         body = {"model": "tiny", "prompt": [5, 6, 7, 8, 9] * 12, "max_tokens": 12, "temperature": 0}
-        answers = [httpx.post(f"{address}/v1/completions", json=body, timeout=60).json() for _ in range(2)]
+        answers = [
+            httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S).json() for _ in range(2)
+        ]
     assert answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
     assert engine.counters.prefix_hits > 0
     assert engine.runner.audits == engine.counters.steps

@@ -210,7 +210,10 @@ def test_the_manifest_is_sent_after_the_report_it_names(
     assert keys(bucket) == ["a.txt", "report/index.html", "sweep.json"]
 
 
-def test_a_second_sweep_is_refused_while_the_first_lives(bucket: MemoryFileSystem) -> None:
+def test_a_second_sweep_is_refused_while_the_first_lives(
+    bucket: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.store.remote._LOOK_S", 0.02)  # seconds between two looks
     with (
         Lease(bucket, "bucket/study", renew_s=0.02).held(quiet),
         pytest.raises(BusyStoreError, match=r"another sweep .* is writing there"),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import tier
 
 from harness.twin.reading import EngineLogError, read_engine_log
 
@@ -51,7 +52,7 @@ def changes(document: Any) -> Iterator[Any]:
     for number, place in enumerate(leaves(document)):
         if not place:
             continue
-        for shift in range(2):
+        for shift in range(tier(1, 2)):
             changed = deepcopy(document)
             inside = changed
             for key in place[:-1]:

@@ -107,6 +107,7 @@ def test_published_lru_hits_are_met_exactly(name: str, published: Find) -> None:
     assert tuple(profile.hit_tokens(size) for size in (UNLIMITED, 1_000, 10_000)) == MOONCAKE[name]
 
 
+@pytest.mark.nightly
 def test_mooncake_conversation_hits_0_374_through_the_real_cache_and_from_its_ids(published: Find) -> None:
     trace = read_trace(published("mooncake-fast25/conversation_trace.jsonl"))
     total = sum(request.prompt_tokens for request in trace.requests)
@@ -123,6 +124,7 @@ def test_mooncake_conversation_hits_0_374_through_the_real_cache_and_from_its_id
     assert coarser == {1024: 0.339611, 4096: 0.29123}
 
 
+@pytest.mark.nightly
 def test_ragpulse_hits_0_314_of_its_prompts_and_0_315_of_its_segments(published: Find) -> None:
     trace = read_trace(published("ragpulse/0_trace.jsonl"))
     hits = sum(shared_prefix_tokens(trace))
@@ -137,6 +139,7 @@ def test_ragpulse_hits_0_314_of_its_prompts_and_0_315_of_its_segments(published:
     )
 
 
+@pytest.mark.nightly
 def test_agentic_conversations_hit_what_their_statistics_say(published: Find) -> None:
     trace = read_trace(published("kv-cache-tester-agentic/traces"))
     dropped = (
@@ -149,6 +152,7 @@ def test_agentic_conversations_hit_what_their_statistics_say(published: Find) ->
     assert ideal_hit_tokens(trace, 64) == profile.hit_tokens(UNLIMITED)
 
 
+@pytest.mark.nightly
 def test_sharegpt_turns_hit_as_published_at_every_block_size(published: Find) -> None:
     name = "etalon-lengths/sharegpt_8k_filtered_stats_llama2_tokenizer.csv"
     trace = read_trace(published(name), "lengths_chat", arrivals=ArrivalProcess("poisson", 1.0))

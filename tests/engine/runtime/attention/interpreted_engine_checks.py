@@ -1,4 +1,4 @@
-"""The engine's Triton path in Triton's interpreter, token for token beside torch. Run by `test_cascade_steps.py`.
+"""The engine's Triton path in Triton's interpreter, token for token beside torch. `test_triton.py` runs it.
 
 TRITON_INTERPRET is read when a kernel is defined, so this file is not collected with the others. Models are tiny: a
 pass through the interpreter takes about a second.
@@ -91,7 +91,7 @@ def price(monkeypatch, cost):
     monkeypatch.setattr(cascading, "cost_of", lambda device: cost)
 
 
-@pytest.mark.nightly  # by day `interpreted_checks.py` has it
+@pytest.mark.nightly  # by day the test below has it
 def test_greedy_tokens_are_those_of_torch(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     prompts = [[5, 9, 2, 7], [8], list(range(3, 20))]

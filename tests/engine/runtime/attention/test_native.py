@@ -11,7 +11,7 @@ from tiers import cases
 from engine.runtime.attention import native as compiling
 from engine.runtime.attention.native import NativeUnavailableError, library, why_unavailable
 
-compiled = pytest.mark.skipif(bool(why_unavailable()), reason=f"no compiled kernels: {why_unavailable()}")
+compiled = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
 SHAPES = [  # query heads, KV heads, width of keys, width of values
     (8, 4, 64, 64),

@@ -119,7 +119,7 @@ def test_a_norm_with_another_epsilon_than_it_names_is_left_alone(dtype):
     assert adopted(one) == set()
 
 
-@pytest.mark.skipif(bool(why_unavailable()), reason="no compiled kernels")
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
     from transformers import LlamaConfig

@@ -7,10 +7,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
-from engine.runtime.attention.native import why_unavailable
 from engine.runtime.models.cpu_layers import rotary_forward
 
-pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason="no compiled kernels")
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 WIDTH = 64
 DTYPES = [torch.float32, torch.bfloat16]
