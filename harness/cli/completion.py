@@ -57,12 +57,12 @@ def matching(word: str) -> Iterator[str]:
 
     Values are completed one by one behind commas: `cache=paged,cont` gives `cache=paged,contiguous_max` and so on.
     """
-    from harness.config.groups import EXPERIMENTS, groups
+    from harness.config.groups import DEPLOYMENT, EXPERIMENTS, groups
     from harness.config.overrides import config_keys
 
     key, sign, text = word.partition("=")
     if not sign:
-        names = [*groups(), EXPERIMENTS, *config_keys()]
+        names = [*groups(), EXPERIMENTS, DEPLOYMENT, *config_keys()]
         yield from (f"{name}=" for name in names if name.startswith(word))
         return
     before, comma, last = text.rpartition(",")

@@ -124,7 +124,7 @@ def _scrape(flags: argparse.Namespace, folder: Path) -> None:
 def calibrate_from_log(arguments: Arguments) -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
     from harness.twin.configured import configured
-    from harness.twin.fit import doubts, explains_nothing, fit_schedule, write_device
+    from harness.twin.fit import deployment_file, doubts, explains_nothing, fit_schedule, write_device
     from harness.twin.reading import read_engine_log
 
     flags = arguments.flags
@@ -164,7 +164,10 @@ def calibrate_from_log(arguments: Arguments) -> int:
         say(
             f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({how}, spread {100 * one.spread:.0f} %)"
         )
-    say(f"kept in {path}; use it with device={path}")
+    say(f"kept in {path} and {deployment_file(path).name}; start from this deployment with")
+    say(
+        f"  deployment={deployment_file(path)} (device={path} is the hardware alone, without the engine's settings)"
+    )
     return 0
 
 

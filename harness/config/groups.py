@@ -7,6 +7,8 @@ from pathlib import Path
 from harness.config.errors import UserError
 
 EXPERIMENTS = "experiment"  # lists of overrides, read by harness.sweep.plan
+DEPLOYMENT = "deployment"  # a file of the sections DEPLOYED, read by harness.sweep.plan
+DEPLOYED = ("model", "device", "engine", "cache", "scheduler", "decoding", "cost")
 GATE = "gate"  # margins of the regression gate, read by harness.gate
 REPRODUCE = "reproduce"  # published figures, read by harness.papers
 _NO_GROUPS = (EXPERIMENTS, GATE, REPRODUCE)  # every other folder is a Hydra group of a run

@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
-from harness.config.groups import EXPERIMENTS, experiments, groups, list_options
+from harness.config.groups import DEPLOYMENT, EXPERIMENTS, experiments, groups, list_options
 from harness.config.option_files import is_option_file, refuse_in_file
 from harness.config.schema import RunConfig
 
@@ -67,7 +67,7 @@ def _walk(section: type, prefix: str) -> Iterator[ConfigKey]:
 
 def suggestion(key: str) -> str:
     """The end of an error message: it names the nearest known key, or the command that prints all keys."""
-    near = nearest(key, [*config_keys(), *groups(), EXPERIMENTS])
+    near = nearest(key, [*config_keys(), *groups(), EXPERIMENTS, DEPLOYMENT])
     return f"did you mean '{near}'?" if near else "`python -m harness show` prints every key"
 
 
@@ -237,7 +237,7 @@ def _quoting(key: str, value: str) -> str:
 
 def _check_key(override: Override, key: str, text: str) -> None:
     sign = text[: len(text) - len(text.lstrip("+~"))]
-    known = key in config_keys() or key in groups() or key == EXPERIMENTS
+    known = key in config_keys() or key in groups() or key in (EXPERIMENTS, DEPLOYMENT)
     if not key:
         raise UserError(f"cannot read '{text}': no key before the '='; write key=value")
     if not known:

@@ -26,9 +26,17 @@ from harness.config.checks import check_settings
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.execution import EXECUTION_KEYS
-from harness.config.groups import EXPERIMENTS, experiments, list_options, option_file
+from harness.config.groups import (
+    DEPLOYED,
+    DEPLOYMENT,
+    EXPERIMENTS,
+    experiments,
+    groups,
+    list_options,
+    option_file,
+)
 from harness.config.option_files import is_option_file, plain_yaml
-from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides
+from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides, quoted
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
 from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
@@ -54,6 +62,7 @@ _PART = 2000  # points that a process plans at a time
 _MOST_WORKERS = 8  # processes, of some 0.1 GB each
 _LISTED = 8  # bad points of one reason that are named one by one
 _RATE = "workload.request_rate"
+_POOL = ("cache.pool_blocks", "cache.pool_tokens")
 _LONGEST_NAME = 80  # of a run's folder, in characters
 _TOO_LARGE = (
     "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
@@ -105,6 +114,13 @@ class SweepRequest:
 
     axes: tuple[Axis, ...]
     experiment: str | None
+    deployment: str | None = None  # a file, and the keys whose values are its
+    deployed: frozenset[str] = frozenset()
+
+    @property
+    def named(self) -> list[Axis]:
+        """The axes that name a point: without those that change no result, and those of a deployment's file."""
+        return [axis for axis in self.axes if axis.key not in UNLABELLED and axis.key not in self.deployed]
 
     @property
     def varying(self) -> tuple[str, ...]:
@@ -128,8 +144,11 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
     """The request of the commands `run` and `show`: the user's overrides, and those of the experiment they name."""
     axes = parse_overrides(overrides)
     named = next((axis for axis in axes if axis.key == EXPERIMENTS), None)
-    own = [axis for axis in axes if axis is not named]
+    served = next((axis for axis in axes if axis.key == DEPLOYMENT), None)
+    own = [axis for axis in axes if axis not in (named, served)]
     request = SweepRequest(tuple(own), None) if named is None else _merge(_chosen(named), own)
+    if served is not None:
+        request = _on_deployment(served, request)
     for axis in request.axes:
         if axis.key in FIXED and len(axis.settings) > 1:
             raise ConfigError(axis.key, "one value for the whole sweep; run two sweeps instead")
@@ -156,7 +175,8 @@ def in_its_own_place(request: SweepRequest) -> SweepRequest:
     """
     if any(axis.key in ("out", "name") for axis in request.axes):
         return request
-    texts = [axis.text for axis in request.axes if axis.key not in UNLABELLED]
+    texts = [f"{DEPLOYMENT}={Path(request.deployment).stem}"] if request.deployment else []
+    texts += [axis.text for axis in request.named]
     words = "_".join(["run", *texts])
     plain = re.sub(r"[^\w=.,+-]+", "-", words)[:_LONGEST_NAME]
     if plain != words:  # two questions must not share a folder
@@ -193,6 +213,66 @@ def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
         axes.pop("replay", None)  # a closed loop has no rate
     axes.update(chosen)
     return SweepRequest(tuple(axes.values()), experiment)
+
+
+def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
+    """The request on the deployment of a file: each of its values holds where the request says nothing of the key.
+
+    A group that the request names (`device=h100`) replaces the file's section whole, and so does a checkpoint.
+
+    Raises:
+        ConfigError: several files, or a file that is no deployment; names the file and the key.
+    """
+    files = [str(setting.value) for setting in axis.settings]
+    if len(files) != 1 or not is_option_file(files[0]):
+        raise ConfigError(DEPLOYMENT, f"found {','.join(files)!r}, must be one file that ends in .yaml")
+    named = {each.key for each in request.axes}
+    whole = {key for key in named if key in groups()} | ({"model"} if "model.path" in named else set())
+    if named & set(_POOL):
+        named |= set(_POOL)  # one size of the pool replaces the other
+    rest = [
+        each
+        for each in parse_overrides(of_a_file(deployment_overrides(files[0]), files[0]))
+        if each.key not in named and each.key.partition(".")[0] not in whole
+    ]
+    return replace(
+        request,
+        axes=(*rest, *request.axes),
+        deployed=frozenset(each.key for each in rest),
+        deployment=files[0],
+    )
+
+
+def deployment_overrides(name: str) -> list[str]:
+    """The values of a deployment's file as overrides: YAML with a section for each part, as `settings_text` writes it.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no mapping of sections to keys and values.
+    """
+    file = Path(name).expanduser()
+    try:
+        content = plain_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(DEPLOYMENT, f"cannot read '{file}': {error}") from None
+    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
+        raise ConfigError(
+            DEPLOYMENT, f"{file}: must be sections of 'key: value' lines: {', '.join(DEPLOYED)}"
+        )
+    if strange := [name for name in content if name not in DEPLOYED]:
+        raise ConfigError(
+            DEPLOYMENT, f"{file}: no section {strange[0]!r} in a deployment; allowed: {', '.join(DEPLOYED)}"
+        )
+    return [
+        f"{section}.{key}={_written(value)}"
+        for section, part in content.items()
+        for key, value in part.items()
+    ]
+
+
+def _written(value: Any) -> str:
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return quoted(value) if isinstance(value, str) else str(value)
 
 
 def _chosen(axis: Axis) -> str:
@@ -366,7 +446,7 @@ def _path_errors(config: RunConfig, known: SharedErrors) -> list[ConfigError]:
 
 def _varying(settings: Settings, request: SweepRequest) -> Settings:
     """The settings that differ between points. A single point gets all its settings."""
-    keys = request.varying or tuple(axis.key for axis in request.axes if axis.key not in UNLABELLED)
+    keys = request.varying or tuple(axis.key for axis in request.named)
     return tuple(setting for setting in settings if setting.key in keys)
 
 
@@ -397,7 +477,11 @@ def _sweep_plan(
         overrides=tuple(axis.text for axis in request.axes),
         points=points,
         same=same,
-        idle=tuple(axis.text for axis in request.axes if all(axis.key in point.idle for point in points)),
+        idle=tuple(
+            axis.text
+            for axis in request.axes
+            if axis.key not in request.deployed and all(axis.key in point.idle for point in points)
+        ),
     )
 
 

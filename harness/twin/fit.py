@@ -21,6 +21,7 @@ from harness.store.atomic import write_files
 from harness.twin.configured import Configured
 from harness.twin.log import EngineLog, FloatArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
+from harness.workload.deployment import settings_text
 
 # Called after each simulation with how many there were and the cost so far.
 Progress = Callable[[int, float], None]
@@ -325,8 +326,22 @@ def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
 
 
 def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path: Path) -> None:
-    """Write the device. Raises StoreError where the file cannot be written."""
-    write_files(path.parent, {path.name: _device_text(fit, log, found, command).encode()})
+    """Write the device, and beside it the deployment: the same device with the model and the engine's settings.
+
+    Raises:
+        StoreError: a file cannot be written.
+    """
+    text = _device_text(fit, log, found, command)
+    head = "".join(f"{line}\n" for line in text.splitlines()[1:] if line.startswith("# "))
+    config = replace(found.config, device=fitted_device(fit, log))
+    whole = f"# The deployment of a log: start from it with deployment=FILE.\n{head}{settings_text(config)}"
+    files = {path.name: text, deployment_file(path).name: whole}
+    write_files(path.parent, {name: each.encode() for name, each in files.items()})
+
+
+def deployment_file(device: Path) -> Path:
+    """The file of the deployment beside the file of its device."""
+    return device.with_name(f"{device.stem}-deployment.yaml")
 
 
 def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:

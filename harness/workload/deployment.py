@@ -30,6 +30,7 @@ from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
+from harness.config.groups import DEPLOYED
 from harness.config.schema import (
     CacheConfig,
     Clock,
@@ -242,16 +243,13 @@ def deployment_of(config: RunConfig) -> Deployment:
     )
 
 
-_SECTIONS = ("model", "device", "engine", "cache", "scheduler", "decoding", "cost")
+def settings_text(config: RunConfig) -> str:
+    """The settings of a deployment as YAML, a section for each part; `deployment=FILE` reads them back.
 
-
-def write_deployment(deployment: Deployment, file: Path) -> None:
-    """Write the settings of a deployment as YAML, from which `read_deployment` makes an equal one."""
-    config = RunConfig(**{name: getattr(deployment, name) for name in _SECTIONS}, measure=deployment.measured)
-    config.replay.clock = deployment.clock
-    tree = OmegaConf.masked_copy(OmegaConf.structured(config), [*_SECTIONS, "measure"])
-    tree.clock = str(deployment.clock)
-    file.write_text(OmegaConf.to_yaml(tree), encoding="utf-8")
+    What a run asks of it (the requests, how they are replayed, whether it is measured) is not in the file.
+    """
+    tree = OmegaConf.masked_copy(OmegaConf.structured(config), list(DEPLOYED))
+    return OmegaConf.to_yaml(tree)
 
 
 def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:

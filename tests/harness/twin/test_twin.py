@@ -11,6 +11,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
+from harness.sweep.plan import one_configuration
 from harness.twin.configured import configured
 from harness.twin.page import facts
 from harness.twin.prediction import PredictedRun, errors_of, predictor
@@ -269,6 +270,17 @@ def test_a_calibrated_device_predicts_the_log_without_a_fit(calibrated: Path, pl
     errors = errors_of(predictor(config, log.workload)(config.device), log, slice(0, None))
     assert abs(errors.tpot_p50) < 0.01
     assert abs(errors.ttft_p50) < 0.05
+
+
+def test_a_calibration_keeps_the_whole_deployment(calibrated: Path, planted: Path) -> None:
+    """Beside the device: the settings of the engine, without which a prediction is of another server."""
+    file = calibrated.with_name("fitted-deployment.yaml")
+    config = one_configuration((f"deployment={file}",), "")
+    assert (config.scheduler.max_running, config.scheduler.max_batched_tokens) == (16, 512)
+    assert config.device.fitted_from.startswith("planted0, first 40 of 60 requests")
+    log = read_engine_log(planted)
+    found = configured(log, (f"deployment={file}",)).config
+    assert abs(errors_of(predictor(found, log.workload)(found.device), log, slice(0, None)).tpot_p50) < 0.01
 
 
 @pytest.mark.nightly

@@ -1,0 +1,94 @@
+"""The file of a deployment: written from a configuration, and read back by `deployment=FILE` in every command."""
+
+from pathlib import Path
+
+import pytest
+
+from harness.config.compose import compose_config, normalise
+from harness.config.errors import UserError
+from harness.config.schema import RunConfig
+from harness.sweep.plan import in_its_own_place, one_configuration, run_request
+from harness.workload.deployment import deployment_of, settings_text
+
+SERVERS = [
+    [],
+    ["device=h100", "model=llama3_8b", "measure=false", "cost=roofline", "device.tensor_parallel=2"],
+    ["cache=contiguous_max", "scheduler.max_running=7", "model.tied_embeddings=null"],
+    ["cache.groups=uniform", "model.window=64", "model.windowed_layers=2", "measure=false"],
+    [
+        "decoding.beam_width=4",
+        "scheduler.async_scheduling=true",
+        "device.fitted_from='a log, first 3 = half'",
+    ],
+]
+
+
+def composed(words: list[str]) -> RunConfig:
+    return normalise(compose_config(axis.settings[0] for axis in run_request(words).axes))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Path:
+    file = tmp_path / "server.yaml"
+    file.write_text(settings_text(composed(SERVERS[1])))
+    return file
+
+
+@pytest.mark.parametrize("words", SERVERS)
+def test_a_deployment_is_read_back_equal(words: list[str], tmp_path: Path) -> None:
+    before = composed(words)
+    file = tmp_path / "server.yaml"
+    file.write_text(settings_text(before))
+    after = composed([f"deployment={file}", f"measure={str(before.measure).lower()}"])
+    assert deployment_of(after) == deployment_of(before)
+
+
+def test_the_users_word_replaces_that_of_the_file(server: Path) -> None:
+    found = one_configuration([f"deployment={server}", "device.tensor_parallel=4"], "")
+    assert (found.device.name, found.device.tensor_parallel) == ("h100", 4)
+
+
+def test_a_group_of_the_user_replaces_the_section_whole(server: Path) -> None:
+    asked = one_configuration([f"deployment={server}", "device=a100_80gb"], "").device
+    assert asked == one_configuration(["device=a100_80gb"], "").device
+
+
+def test_a_checkpoint_of_the_user_brings_its_own_dtype(server: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
+    assert one_configuration([f"deployment={server}", f"model.path={tmp_path}"], "").model.dtype == "float16"
+
+
+def test_one_size_of_the_pool_replaces_the_other(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("cache:\n  pool_blocks: 64\n")
+    cache = one_configuration([f"deployment={file}", "cache.pool_tokens=512"], "").cache
+    assert (cache.pool_blocks, cache.pool_tokens) == (None, 512)
+
+
+def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
+    request = in_its_own_place(run_request([f"deployment={server}", "cache.block_size=32"]))
+    assert request.axes[-1].text == "out=results/run_deployment=server_cache.block_size=32"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model", "must be sections of 'key: value' lines"),
+        ("workload:\n  seed: 1\n", "no section 'workload' in a deployment; allowed: model, device"),
+        ("cache:\n  blok_size: 16\n", "did you mean 'cache.block_size'"),
+        ("cache:\n  eviction: os:remove\n", "names code to run"),
+        ("cache:\n  block_size: ${oc.env:HOME}\n", "holds an interpolation"),
+        ("cache:\n  block_size: 16,32\n", "found '16,32', must be a whole number"),
+        ("cache: [1\n", "cannot read"),
+    ],
+)
+def test_a_file_that_is_no_deployment_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        one_configuration([f"deployment={file}"], "")
+
+
+def test_several_deployments_are_refused(server: Path) -> None:
+    with pytest.raises(UserError, match=r"must be one file that ends in \.yaml"):
+        run_request([f"deployment={server},{server}"])
