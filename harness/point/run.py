@@ -163,90 +163,12 @@ class PointSession:
         return _session_of_process, ()
 
     def run_point(self, config: RunConfig, *, progress: Progress | None = None) -> PointResult:
-        """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
-
-        `progress(stage, done, total)` is called with the stage and the requests finished in it.
-        """
-        stages = self.point_stages(config, progress=progress)
-        while True:
-            try:
-                next(stages)
-            except StopIteration as ended:
-                return cast(PointResult, ended.value)
+        """`run_point` in this session."""
+        return run_point(config, progress=progress, session=self)
 
     def point_stages(self, config: RunConfig, *, progress: Progress | None = None) -> Stages:
-        """The same in stages: pauses before the first measured run and between runs, where other points may run.
-
-        A simulation-only point does not pause.
-        """
-        point = resolve(config)
-        deployment = point.deployment
-        cost = calibrated_cost(deployment, progress, self.repeated)
-        runs, pace, seconds = list["MeasuredRun"](), None, dict[str, float]()
-        if deployment.measured:
-            runs, pace, seconds["measured_over"] = yield from self._measure(point, cost, progress)
-        paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
-        predicted_from = time.perf_counter()
-        if point.replay.records:
-            simulated = prediction_of(simulate(point, paced), paced.source)
-        else:
-            simulated = simulate_metrics(point, paced)
-        seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
-        compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
-        record = make_record(
-            *(point, paced, simulated, runs),
-            bounds=bounds_of(point, paced),
-            oracle=compared.section() if compared else None,
-            # the teacher-forced error is that of prices that had not followed the pace
-            pace={**pace.section(), "unscaled": teacher_forced(priced(runs, cost), clocked=True)}
-            if pace
-            else None,
-            seconds=seconds,
-        )
-        return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
-
-    def _measure(
-        self, point: Point, cost: CostModel, progress: Progress | None
-    ) -> "Generator[None, None, _Measured]":
-        """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
-
-        Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
-        warm-up.
-        """
-        from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
-        from harness.measure.engine import measure, warm_up
-
-        deployment, provenance = point.deployment, cost.source.provenance
-        calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None
-        warm, calibrated = warm_up(point), reference_of(provenance)
-        if warm and not calibrated:
-            self.reference = self.reference or warm
-        reference = calibrated or (warm and self.reference)
-        runs, probes = [], []
-        yield
-        begun = time.perf_counter()
-        for number in range(point.replay.repeats):
-
-            def stage(done: int, total: int, run: int = number) -> None:
-                if progress:
-                    progress(f"measuring, run {run + 1} of {point.replay.repeats}", done, total)
-
-            if number:
-                yield
-            if calibrated_s:
-                probes.append(probe_s(deployment))
-            runs.append(measure(point, seed=point.workload.seed, progress=stage, reference=reference))
-        over_s, pace = time.perf_counter() - begun, None
-        if deployment.has_yardstick:
-            pace = pace_of_runs(runs)
-            pace = pace if calibrated else replace(pace, since="first warm-up of the process")
-        elif calibrated_s:
-            pace = pace_of([*probes, probe_s(deployment)], calibrated_s)
-        return runs, pace, over_s
-
-
-_Measured = tuple["list[MeasuredRun]", "Pace | None", float]
-"""The measured runs, the pace of the device during them, and the wall seconds from first to last."""
+        """`point_stages` in this session."""
+        return point_stages(config, progress=progress, session=self)
 
 
 @cache
@@ -254,14 +176,99 @@ def _session_of_process() -> PointSession:
     return PointSession()
 
 
-def run_point(config: RunConfig, *, progress: Progress | None = None) -> PointResult:
-    """`PointSession.run_point` of a point that shares nothing."""
-    return PointSession().run_point(config, progress=progress)
+def run_point(
+    config: RunConfig, *, progress: Progress | None = None, session: PointSession | None = None
+) -> PointResult:
+    """Predict the point and, unless `measure` is off, measure it `replay.repeats` times.
+
+    `progress(stage, done, total)` is called with the stage and the requests finished in it. Without a session the
+    point shares nothing with others.
+    """
+    stages = point_stages(config, progress=progress, session=session)
+    while True:
+        try:
+            next(stages)
+        except StopIteration as ended:
+            return cast(PointResult, ended.value)
 
 
-def point_stages(config: RunConfig, *, progress: Progress | None = None) -> Stages:
-    """`PointSession.point_stages` of a point that shares nothing."""
-    return PointSession().point_stages(config, progress=progress)
+def point_stages(
+    config: RunConfig, *, progress: Progress | None = None, session: PointSession | None = None
+) -> Stages:
+    """The same in stages: pauses before the first measured run and between runs, where other points may run.
+
+    A simulation-only point does not pause.
+    """
+    session = session or PointSession()
+    point = resolve(config)
+    deployment = point.deployment
+    cost = calibrated_cost(deployment, progress, session.repeated)
+    runs, pace, seconds = list["MeasuredRun"](), None, dict[str, float]()
+    if deployment.measured:
+        runs, pace, seconds["measured_over"] = yield from _measure(point, cost, progress, session)
+    paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
+    predicted_from = time.perf_counter()
+    if point.replay.records:
+        simulated = prediction_of(simulate(point, paced), paced.source)
+    else:
+        simulated = simulate_metrics(point, paced)
+    seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
+    compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
+    record = make_record(
+        *(point, paced, simulated, runs),
+        bounds=bounds_of(point, paced),
+        oracle=compared.section() if compared else None,
+        # the teacher-forced error is that of prices that had not followed the pace
+        pace={**pace.section(), "unscaled": teacher_forced(priced(runs, cost), clocked=True)}
+        if pace
+        else None,
+        seconds=seconds,
+    )
+    return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
+
+
+def _measure(
+    point: Point, cost: CostModel, progress: Progress | None, session: PointSession
+) -> "Generator[None, None, _Measured]":
+    """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
+
+    Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
+    warm-up.
+    """
+    from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
+    from harness.measure.engine import measure, warm_up
+
+    deployment, provenance = point.deployment, cost.source.provenance
+    calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None
+    warm, calibrated = warm_up(point), reference_of(provenance)
+    if warm and not calibrated:
+        session.reference = session.reference or warm
+    reference = calibrated or (warm and session.reference)
+    runs, probes = [], []
+    yield
+    begun = time.perf_counter()
+    for number in range(point.replay.repeats):
+
+        def stage(done: int, total: int, run: int = number) -> None:
+            if progress:
+                progress(f"measuring, run {run + 1} of {point.replay.repeats}", done, total)
+
+        if number:
+            yield
+        if calibrated_s:
+            probes.append(probe_s(deployment))
+        runs.append(measure(point, seed=point.workload.seed, progress=stage, reference=reference))
+    over_s, pace = time.perf_counter() - begun, None
+    if deployment.has_yardstick:
+        pace = pace_of_runs(runs)
+        pace = pace if calibrated else replace(pace, since="first warm-up of the process")
+    elif calibrated_s:
+        pace = pace_of([*probes, probe_s(deployment)], calibrated_s)
+    return runs, pace, over_s
+
+
+_Measured = tuple["list[MeasuredRun]", "Pace | None", float]
+"""The measured runs, the pace of the device during them, and the wall seconds from first to last."""
 
 
 def calibrated_cost(deployment: Deployment, progress: Progress | None, repeated: set[str]) -> CostModel:
