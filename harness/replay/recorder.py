@@ -211,11 +211,10 @@ class RequestTimes:
         return request_columns(RequestRow(*table.reshape(len(rows), len(RequestRow._fields)).T.copy()))
 
     def drain_gaps(self) -> tuple[FloatArray, FloatArray]:
-        """Every inter-token gap in seconds, equal ones merged, with the number of each; they are removed here."""
-        values, inverse = np.unique(np.array(self._gap_ns, dtype=np.int64), return_inverse=True)
-        weights = np.bincount(inverse, weights=self._gap_weight, minlength=len(values))
+        """Inter-token gaps in seconds, and how many gaps each stands for; they are removed here."""
+        gaps = to_s(np.array(self._gap_ns, dtype=np.int64)), np.array(self._gap_weight, dtype=np.float64)
         self._gap_ns, self._gap_weight = [], []
-        return to_s(values), weights.astype(np.float64)
+        return gaps
 
 
 # columns of a fast-forward's further steps: given, growing by one a row and step, and of the first step alone
