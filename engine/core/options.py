@@ -65,7 +65,6 @@ class Keep(StrEnum):
     ttl = "ttl"  # those that a session has released less than a time to live ago
     pin = "pin"  # the first tokens of every prompt
     priority = "priority"  # those of requests with a lower priority number
-    long = "long"  # those of requests with longer prompts, which cost more to compute again
     superseded = "superseded"  # all but what a later turn of the same session has not taken up
 
 

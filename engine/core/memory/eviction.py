@@ -185,8 +185,6 @@ class KeepQueue:
             return int(index < self._pinned)
         if self._rule is Keep.priority:
             return 0 if owner is None else -owner.priority
-        if self._rule is Keep.long:
-            return 0 if owner is None else owner.prompt_tokens
         return int(self._rule is Keep.superseded or turn is not None)
 
     def _add(self, block: int, rank: int) -> None:
