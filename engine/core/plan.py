@@ -62,6 +62,7 @@ class StepCounts(NamedTuple):
     hit_tokens: int  # prompt tokens of the admitted requests that were found in the cache
     running: int  # requests in the batch
     waiting: int  # requests in the queue
+    swapped_back: int  # requests whose blocks came back from host memory
 
 
 class Row(NamedTuple):
@@ -130,6 +131,7 @@ class StepPlan:
             self.hit_tokens,
             self.running,
             self.waiting,
+            len(self.resumed),
         )
 
     @cached_property
