@@ -62,7 +62,6 @@ class StepCounts(NamedTuple):
     hit_tokens: int  # prompt tokens of the admitted requests that were found in the cache
     running: int  # requests in the batch
     waiting: int  # requests in the queue
-    swapped_back: int  # requests whose blocks came back from host memory
 
 
 class Row(NamedTuple):
@@ -131,7 +130,6 @@ class StepPlan:
             self.hit_tokens,
             self.running,
             self.waiting,
-            len(self.resumed),
         )
 
     @cached_property

@@ -166,8 +166,6 @@ _COUNTS = (
            "tokens computed again after preemptions", "lower", total="recomputed_tokens"),
     Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower",
            total="preemptions"),
-    Metric("swapped_back", "requests swapped back", "requests", "times that blocks came back from host memory",
-           total="swapped_back_sum"),
     Metric("running_mean", "running requests, mean", "requests",
            "requests in the batch, time-weighted", "higher"),
     Metric("running_peak", "running requests, peak", "requests",
