@@ -111,7 +111,6 @@ def add_rows(state: ReplayState) -> None:
     features[AT.decode_distinct_kv] = kv
     features[AT.decode_padded_kv] = decodes * longest
     features[AT.decode_padded_blocks] = decodes * blocks_of(longest, size)
-    features[AT.prefill_steps] = min(chunks, 1)
     features[AT.prefill_rows] = chunks
     features[AT.prefill_tokens] = chunk_tokens
     features[AT.prefill_kv] = chunk_kv

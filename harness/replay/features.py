@@ -46,7 +46,6 @@ class StepFeatures(NamedTuple, Generic[T]):
     )
     decode_padded_kv: T  # decode rows times the longest of them: what a padded batch reads
     decode_padded_blocks: T  # the same in blocks: each is fetched on its own
-    prefill_steps: T  # 1 if there is a chunk: the floor of prefill attention
     prefill_rows: T  # rows of more than one token: each is an attention call of its own
     prefill_tokens: T  # their query tokens
     prefill_kv: T  # KV slots that those rows read
@@ -167,7 +166,6 @@ class FeatureMeter:
             decode_distinct_kv=kv * distinct_share(plan.usage.physical_blocks, plan.usage.logical_blocks),
             decode_padded_kv=count * longest,
             decode_padded_blocks=count * -(-longest // size),
-            prefill_steps=1 if chunks else 0,
             prefill_rows=chunks,
             prefill_tokens=chunk_tokens,
             prefill_kv=chunk_kv,
