@@ -79,10 +79,28 @@ def plain_yaml(text: str) -> Any:
             problem = "an alias; write the value again" if depth <= _DEEPEST else "nesting too deep"
             line = event.start_mark.line + 1 if event.start_mark else 1
             raise yaml.YAMLError(f"line {line}: {problem}")
+    _refuse_repeated(yaml.compose(text, Loader=yaml.SafeLoader))
     try:
         return yaml.safe_load(text)
     except (ValueError, AttributeError, KeyError) as error:  # a number, date or truth value in form only
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
+
+
+def _refuse_repeated(node: yaml.Node | None) -> None:
+    """Raise YAMLError where a mapping has a key twice: YAML would take the last one without a word."""
+    if isinstance(node, yaml.MappingNode):
+        seen: set[Any] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark
+                )
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+            _refuse_repeated(value)
+    elif isinstance(node, yaml.SequenceNode):
+        for value in node.value:
+            _refuse_repeated(value)
 
 
 def is_option_file(value: Any) -> bool:
@@ -165,15 +183,11 @@ def _entries(file: Path, group: str) -> Iterator[tuple[str, tuple[Any, int]]]:
         raise _error(file, mark.line + 1 if mark else None, group, f"no YAML: {reason}") from None
     if not isinstance(node, yaml.MappingNode):
         raise _error(file, 1, group, "must be 'key: value' lines")
-    seen: set[str] = set()
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         key = key_node.value if isinstance(key_node, yaml.ScalarNode) else None
         if key is None or not isinstance(value_node, yaml.ScalarNode):
             raise _error(file, line, group, f"the value of {key!r} must be one word or number")
-        if key in seen:
-            raise _error(file, line, group, f"key {key!r} stands twice")
-        seen.add(key)
         yield key, (yaml.SafeLoader("").construct_document(value_node), line)
 
 

@@ -144,10 +144,9 @@ def run_request(overrides: Sequence[str]) -> SweepRequest:
     """The request of the commands `run` and `show`: the user's overrides, and those of the experiment they name."""
     axes = parse_overrides(overrides)
     named = next((axis for axis in axes if axis.key == EXPERIMENTS), None)
-    served = next((axis for axis in axes if axis.key == DEPLOYMENT), None)
-    own = [axis for axis in axes if axis not in (named, served)]
+    own = [axis for axis in axes if axis is not named]
     request = SweepRequest(tuple(own), None) if named is None else _merge(_chosen(named), own)
-    if served is not None:
+    if served := next((axis for axis in request.axes if axis.key == DEPLOYMENT), None):
         request = _on_deployment(served, request)
     for axis in request.axes:
         if axis.key in FIXED and len(axis.settings) > 1:
@@ -226,7 +225,8 @@ def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
     files = [str(setting.value) for setting in axis.settings]
     if len(files) != 1 or not is_option_file(files[0]):
         raise ConfigError(DEPLOYMENT, f"found {','.join(files)!r}, must be one file that ends in .yaml")
-    named = {each.key for each in request.axes}
+    own = [each for each in request.axes if each is not axis]
+    named = {each.key for each in own}
     whole = {key for key in named if key in groups()} | ({"model"} if "model.path" in named else set())
     if named & set(_POOL):
         named |= set(_POOL)  # one size of the pool replaces the other
@@ -237,7 +237,7 @@ def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
     ]
     return replace(
         request,
-        axes=(*rest, *request.axes),
+        axes=(*rest, *own),
         deployed=frozenset(each.key for each in rest),
         deployment=files[0],
     )

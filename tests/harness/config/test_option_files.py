@@ -96,7 +96,7 @@ def test_files_and_presets_make_a_sweep(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (CARD + "bandwith: 3\n", "mine.yaml:5: no key 'bandwith'; the keys are base, "),
-        (CARD + "tflops: 4\n", "mine.yaml:5: key 'tflops' stands twice"),
+        (CARD + "tflops: 4\n", "mine.yaml:5: no YAML: key 'tflops' stands twice"),
         (CARD.replace("1008", "fast"), "device.bandwidth_gbs: {file}:3: found 'fast', must be a number"),
         ("name: mine\n", "mine.yaml: missing: memory_gb, bandwidth_gbs, tflops; or name a preset"),
         ("base: h101\n", "mine.yaml:1: base names no option ('h101'); the options are"),

@@ -80,6 +80,9 @@ def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
         ("cache:\n  block_size: ${oc.env:HOME}\n", "holds an interpolation"),
         ("cache:\n  block_size: 16,32\n", "found '16,32', must be a whole number"),
         ("cache: [1\n", "cannot read"),
+        ("cache:\n  block_size: 16\n  block_size: 32\n", "key 'block_size' stands twice"),
+        ("cache:\n  block_size: [16, 32]\n", "must be a whole number"),
+        ("model:\n  path:\n    - a\n", "must be"),
     ],
 )
 def test_a_file_that_is_no_deployment_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -87,6 +90,14 @@ def test_a_file_that_is_no_deployment_is_refused(text: str, message: str, tmp_pa
     file.write_text(text)
     with pytest.raises(UserError, match=message.replace("(", r"\(")):
         one_configuration([f"deployment={file}"], "")
+
+
+def test_an_experiment_may_name_the_deployment(server: Path, tmp_path: Path) -> None:
+    experiment = tmp_path / "sizes.yaml"
+    experiment.write_text(f"- deployment={server}\n- cache.block_size=16,32\n")
+    request = run_request([f"experiment={experiment}", "device.tensor_parallel=4"])
+    assert request.varying == ("cache.block_size",)
+    assert [axis.text for axis in request.named] == ["cache.block_size=16,32", "device.tensor_parallel=4"]
 
 
 def test_several_deployments_are_refused(server: Path) -> None:
