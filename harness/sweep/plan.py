@@ -35,8 +35,16 @@ from harness.config.groups import (
     list_options,
     option_file,
 )
-from harness.config.option_files import is_option_file, plain_yaml
-from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides, quoted
+from harness.config.option_files import BASE, is_option_file, plain_yaml
+from harness.config.overrides import (
+    MOST_POINTS,
+    Axis,
+    Setting,
+    config_keys,
+    of_a_file,
+    parse_overrides,
+    quoted,
+)
 from harness.config.paths import check_paths
 from harness.config.ranges import value_of
 from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
@@ -63,6 +71,7 @@ _MOST_WORKERS = 8  # processes, of some 0.1 GB each
 _LISTED = 8  # bad points of one reason that are named one by one
 _RATE = "workload.request_rate"
 _POOL = ("cache.pool_blocks", "cache.pool_tokens")
+_WHOLE = ("device", "model")  # sections whose defaults are those of a small run on a CPU
 _LONGEST_NAME = 80  # of a run's folder, in characters
 _TOO_LARGE = (
     "does not fit the memory: lower workload.num_requests, workload.num_prefixes or cache.pool_tokens"
@@ -244,35 +253,46 @@ def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
 
 
 def deployment_overrides(name: str) -> list[str]:
-    """The values of a deployment's file as overrides: YAML with a section for each part, as `settings_text` writes it.
+    """The values of a deployment's file as overrides. It is YAML with a section for each part of DEPLOYED.
+
+    A section is the name of an option (`device: h100`), or keys and values, on an option where it has a `base`. A
+    device and a model without `base` are whole, as `settings_text` writes them: else they would be mostly the default.
 
     Raises:
-        ConfigError: the file cannot be read, or is no mapping of sections to keys and values.
+        ConfigError: the file cannot be read, or a section is unknown, incomplete or no such thing.
     """
     file = Path(name).expanduser()
     try:
         content = plain_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(DEPLOYMENT, f"cannot read '{file}': {error}") from None
-    if not isinstance(content, dict) or not all(isinstance(part, dict) for part in content.values()):
+    if not isinstance(content, dict) or not content:
+        raise ConfigError(DEPLOYMENT, f"{file}: must be sections: {', '.join(DEPLOYED)}")
+    return [text for name, part in content.items() for text in _section_overrides(file, name, part)]
+
+
+def _section_overrides(file: Path, section: str, part: Any) -> Iterator[str]:
+    if section not in DEPLOYED:
         raise ConfigError(
-            DEPLOYMENT, f"{file}: must be sections of 'key: value' lines: {', '.join(DEPLOYED)}"
+            DEPLOYMENT, f"{file}: no section {section!r} in a deployment; allowed: {', '.join(DEPLOYED)}"
         )
-    if strange := [name for name in content if name not in DEPLOYED]:
-        raise ConfigError(
-            DEPLOYMENT, f"{file}: no section {strange[0]!r} in a deployment; allowed: {', '.join(DEPLOYED)}"
-        )
-    return [
-        f"{section}.{key}={_written(value)}"
-        for section, part in content.items()
-        for key, value in part.items()
-    ]
+    values = {BASE: part} if isinstance(part, str) else part
+    if not isinstance(values, dict):
+        raise ConfigError(DEPLOYMENT, f"{file}: {section} must be 'key: value' lines, or name an option")
+    if not values.keys() & {BASE, "path"} and section in _WHOLE:
+        keys = [key.partition(".")[2] for key in config_keys() if key.startswith(f"{section}.")]
+        if missing := [key for key in keys if key not in values and key != "path"]:
+            raise ConfigError(
+                DEPLOYMENT,
+                f"{file}: {section} lacks {', '.join(missing)}; begin with an option that has them, as "
+                f"base: {groups()[section][0]}",
+            )
+    for key, value in values.items():
+        yield f"{section}={_written(value)}" if key == BASE else f"{section}.{key}={_written(value)}"
 
 
 def _written(value: Any) -> str:
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return quoted(value) if isinstance(value, str) else str(value)
+    return quoted(value) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _chosen(axis: Axis) -> str:

@@ -248,8 +248,7 @@ def settings_text(config: RunConfig) -> str:
 
     What a run asks of it (the requests, how they are replayed, whether it is measured) is not in the file.
     """
-    tree = OmegaConf.masked_copy(OmegaConf.structured(config), list(DEPLOYED))
-    return OmegaConf.to_yaml(tree)
+    return OmegaConf.to_yaml(OmegaConf.masked_copy(OmegaConf.structured(config), list(DEPLOYED)))
 
 
 def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:

@@ -53,6 +53,14 @@ def test_a_group_of_the_user_replaces_the_section_whole(server: Path) -> None:
     assert asked == one_configuration(["device=a100_80gb"], "").device
 
 
+def test_a_section_may_start_from_an_option(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("device:\n  base: h100\n  tensor_parallel: 2\nmodel: llama3_8b\n")
+    found = one_configuration([f"deployment={file}"], "")
+    asked = one_configuration(["device=h100", "device.tensor_parallel=2", "model=llama3_8b"], "")
+    assert (found.device, found.model) == (asked.device, asked.model)
+
+
 def test_a_checkpoint_of_the_user_brings_its_own_dtype(server: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama", "dtype": "float16"}')
     assert one_configuration([f"deployment={server}", f"model.path={tmp_path}"], "").model.dtype == "float16"
@@ -73,7 +81,10 @@ def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model", "must be sections of 'key: value' lines"),
+        ("model", "must be sections: model, device"),
+        ("cache:\n", "cache must be 'key: value' lines, or name an option"),
+        ("device:\n  name: h100\n  tflops: 989.0\n", "device lacks memory_gb"),
+        ("device: h101\n", "no option 'h101'"),
         ("workload:\n  seed: 1\n", "no section 'workload' in a deployment; allowed: model, device"),
         ("cache:\n  blok_size: 16\n", "did you mean 'cache.block_size'"),
         ("cache:\n  eviction: os:remove\n", "names code to run"),
@@ -82,7 +93,7 @@ def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
         ("cache: [1\n", "cannot read"),
         ("cache:\n  block_size: 16\n  block_size: 32\n", "key 'block_size' stands twice"),
         ("cache:\n  block_size: [16, 32]\n", "must be a whole number"),
-        ("model:\n  path:\n    - a\n", "must be"),
+        ("model:\n  path:\n    - a\n", "must be text"),
     ],
 )
 def test_a_file_that_is_no_deployment_is_refused(text: str, message: str, tmp_path: Path) -> None:
