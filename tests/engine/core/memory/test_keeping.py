@@ -44,6 +44,17 @@ def test_blocks_whose_time_is_over_are_evicted_before_those_of_live_sessions() -
     assert queue.pop(3) == [3, 1, 2]
 
 
+def test_blocks_whose_time_is_over_are_evicted_before_what_is_released_later() -> None:
+    queue, now = KeepQueue(Keep.ttl, {0: TurnOf("a", 1)}, seconds=10), [0]
+    queue.clock = lambda: now[0]
+    pushed(queue, request(0), 1)
+    pushed(queue, request(9), 2)
+    now[0] = 11_000_000_000
+    assert queue.pop(1) == [2]
+    pushed(queue, request(8), 3)
+    assert queue.pop(2) == [1, 3]
+
+
 def test_pinned_blocks_are_evicted_last() -> None:
     queue = KeepQueue(Keep.pin, {}, pinned=2)
     pushed(queue, request(0), 1, 2, 3, 4)

@@ -5,7 +5,7 @@ from slot_model import SlotModel
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Decoding, SchedulerLimits
+from engine.core.options import Decoding, SchedulerLimits, Scheduling
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -255,3 +255,18 @@ def test_a_first_chunk_is_as_long_as_the_cap_where_it_alone_must_fit() -> None:
     scheduler.submit(Request(0, 32, 1))
     scheduler.submit(Request(1, 31, 1))  # its first chunk needs one block of the seven that are left
     assert scheduler.schedule().admitted == [0, 1]
+
+
+def test_the_token_of_a_preempted_decoder_goes_to_the_chunk_behind() -> None:
+    """Two prompts in chunks of at most 8 beside a decoder that matters less; the pool is full before the last chunk."""
+    limits = SchedulerLimits(16, 8, long_prefill_tokens=8, policy=Scheduling.priority)
+    scheduler = Scheduler(PagedManager(12, 4), limits)
+    plans = []
+    for requests in ([Request(0, 8, 9, priority=5)], [Request(1, 24, 1), Request(2, 24, 1)], [], []):
+        for request in requests:
+            scheduler.submit(request)
+        plans.append(scheduler.schedule())
+        scheduler.commit(plans[-1], StepResult())
+    assert [row.query_len for row in plans[2].rows] == [1, 8, 7]
+    assert list(plans[3].preempted) == [0]
+    assert [row.query_len for row in plans[3].rows] == [8, 8]
