@@ -70,10 +70,11 @@ def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None
     hull = hull_of(log.steps)
     assert set(hull) == set(COLUMNS)
     assert stream(busy(40), cost=COST, hull=hull).prediction(16, 16_000, 1).extrapolated["steps"] == 0  # type: ignore[index]
-    hull["rows"] = (1.0, 3.0)
+    hull["rows"] = (2.0, 3.0)
     section = stream(busy(40), cost=COST, hull=hull).prediction(16, 16_000, 1).extrapolated
     assert section is not None
-    assert section["by"] == {"rows": int((log.steps["rows"] > 3).sum())}
+    assert section["by"] == {"rows": int((log.steps["rows"] > 3).sum() + (log.steps["rows"] < 2).sum())}
+    assert (log.steps["rows"] < 2).any()
     assert section["steps"] == section["by"]["rows"] > 0
     assert 0 < section["share_of_time"] <= 1
 
