@@ -10,7 +10,7 @@ from engine.runtime.options import Dtype
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
-from harness.cost.model_shape import Experts, LatentKV
+from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
 from harness.workload.deployment import deployment_of, model_shape, unmodelled
@@ -410,3 +410,14 @@ def test_a_shape_that_no_model_can_have_is_refused(tmp_path: Path, facts: dict[s
 def test_weights_of_fewer_than_one_bit_are_not_priced(tmp_path: Path) -> None:
     quantised = {"quantization_config": {"quant_method": "awq", "bits": -4, "group_size": 128}}
     assert "quantised weights of a kind" in unmodelled(config(tmp_path, quantised).model)
+
+
+@pytest.mark.parametrize(("devices", "held"), [(1, 2), (2, 1), (4, 1), (8, 1)])
+def test_more_devices_than_kv_heads_repeat_the_heads(devices: int, held: int) -> None:
+    """Each device holds a whole head at least."""
+    assert ModelShape(1, 64, 8, 2, 8, 128, 1000, 2).kv_share(devices) * 2 == held
+
+
+def test_every_device_holds_the_latent_vector() -> None:
+    shape = ModelShape(1, 64, 8, 2, 8, 128, 1000, 2, latent=LatentKV(16, 4, 8, 0))
+    assert shape.kv_share(8) == 1.0
