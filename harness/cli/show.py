@@ -50,6 +50,9 @@ def _say_origin(request: SweepRequest) -> None:
     for axis in request.axes:
         if len(axis.settings) > 1:
             say(f"# sweep over {axis.text}; shown is {axis.settings[0].text}")
-    values = [axis.settings[0].text for axis in request.axes if not axis.settings[0].is_group]
+    if request.deployment:
+        say(f"# deployment: {request.deployment}")
+    own = [axis.settings[0] for axis in request.axes if axis.key not in request.deployed]
+    values = [setting.text for setting in own if not setting.is_group]
     if values:
         say(f"# set: {' '.join(values)}")

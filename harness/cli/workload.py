@@ -224,8 +224,10 @@ def _words(arguments: Arguments) -> list[str]:
 
 def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace, Sequence[str]]":
     """The configuration and the requests of a trace, a store or a log, and what to know before any figure of them."""
+    from harness.config.groups import groups
     from harness.config.overrides import of_a_file
     from harness.store.reading import read_store
+    from harness.sweep.plan import run_request
 
     if not source.exists():
         raise UserError(f"SOURCE: no such file or folder: '{source}'")
@@ -236,7 +238,8 @@ def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace, Sequence
         if not records:
             raise UserError(f"SOURCE: '{source}' is a store without a finished point")
         name, record = next(iter(records.items()))
-        typed = tuple(f"{word.partition('=')[0]}=" for word in words)
+        keys = [axis.key for axis in run_request(words).axes]
+        typed = *(f"{key}=" for key in keys), *(f"{key}." for key in keys if key in groups())
         kept = (
             word for word in record.overrides if not word.startswith(("out=", "report.", "measure=", *typed))
         )

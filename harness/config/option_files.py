@@ -79,15 +79,15 @@ def plain_yaml(text: str) -> Any:
             problem = "an alias; write the value again" if depth <= _DEEPEST else "nesting too deep"
             line = event.start_mark.line + 1 if event.start_mark else 1
             raise yaml.YAMLError(f"line {line}: {problem}")
-    _refuse_repeated(yaml.compose(text, Loader=yaml.SafeLoader))
+    _refuse_odd(yaml.compose(text, Loader=yaml.SafeLoader))
     try:
         return yaml.safe_load(text)
     except (ValueError, AttributeError, KeyError) as error:  # a number, date or truth value in form only
         raise yaml.YAMLError(f"a value cannot be read: {error}") from error
 
 
-def _refuse_repeated(node: yaml.Node | None) -> None:
-    """Raise YAMLError where a mapping has a key twice: YAML would take the last one without a word."""
+def _refuse_odd(node: yaml.Node | None) -> None:
+    """Raise YAMLError for a key that stands twice, of which YAML takes the last, and for half a character."""
     if isinstance(node, yaml.MappingNode):
         seen: set[Any] = set()
         for key, value in node.value:
@@ -97,10 +97,16 @@ def _refuse_repeated(node: yaml.Node | None) -> None:
                 )
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
-            _refuse_repeated(value)
+            _refuse_odd(value)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _refuse_repeated(value)
+            _refuse_odd(value)
+    elif isinstance(node, yaml.ScalarNode) and not node.value.isascii():
+        try:
+            node.value.encode()
+        except UnicodeEncodeError:
+            problem = "half a character, which no file can hold"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
 def is_option_file(value: Any) -> bool:

@@ -31,6 +31,7 @@ _LIKE_ENOUGH = 0.6
 MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
 _PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
 _SAFE = re.compile(r"[\w./@%+-]+", re.ASCII)  # read by Hydra as they stand
+_ENDING = re.compile(r'\\+(?="|\Z)')  # backslashes that the grammar would read with a quote
 _PLAIN_REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key
 _EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
 
@@ -183,12 +184,14 @@ def _parse(text: str) -> Override:
         raise UserError(_unreadable(text, str(error))) from None
 
 
-def quoted(value: str) -> str:
-    """A text as the value of an override: in quotes where the grammar would read it otherwise."""
-    if _SAFE.fullmatch(value):
+def quoted(value: str, *, always: bool = False) -> str:
+    """A text as the value of an override: in quotes where the grammar would read it otherwise, or `always`.
+
+    The grammar takes a backslash as it stands, but before a quote and at the end.
+    """
+    if _SAFE.fullmatch(value) and not always:
         return value
-    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    return '"' + _ENDING.sub(lambda end: end[0] * 2, value).replace('"', '\\"') + '"'
 
 
 def with_own_options(words: Sequence[str], folder: Path) -> list[str]:

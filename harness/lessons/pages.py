@@ -120,7 +120,9 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
 
     The run that ends later comes first and has the other one in `beside`. Raises UserError.
     """
-    given = {word.split("=", 1)[0] for word in overrides}
+    deployed = run_request(overrides).deployed
+    given = {word.split("=", 1)[0] for word in overrides} | deployed
+    given |= {key.partition(".")[0] for key in deployed}
     default = MEASURED if "measure=true" in overrides else DEFAULT
     request = run_request([*(word for word in default if word.split("=", 1)[0] not in given), *overrides])
     if request.varying:

@@ -133,11 +133,16 @@ class BinnedSamples:
         return self._sum / total / (1e9 if self._whole_ns else 1)
 
     def quantiles(self, levels: FloatArray) -> FloatArray:
-        """The middle of the bin in which each quantile lies, within the smallest and the largest sample."""
+        """The quantiles, linear between the middles of the bins of both samples beside each (`numpy.quantile`).
+
+        They lie within the smallest and the largest sample.
+        """
         ends = np.cumsum(self._counts)
-        index = np.searchsorted(ends, np.floor(levels * (ends[-1] - 1)), side="right")
-        middle = self.LOWEST * self.GROWTH ** (index - 0.5)
-        return np.clip(np.where(index == 0, 0.0, middle), self._least, self._most)
+        place = levels * (ends[-1] - 1)
+        index = np.searchsorted(ends, [np.floor(place), np.ceil(place)], side="right")
+        middle = np.where(index == 0, 0.0, self.LOWEST * self.GROWTH ** (index - 0.5))
+        low, high = np.clip(middle, self._least, self._most)
+        return np.asarray(low + (high - low) * (place % 1), dtype=np.float64)
 
 
 def as_floats(columns: Mapping[str, Column]) -> dict[str, FloatArray]:

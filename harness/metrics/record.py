@@ -117,6 +117,7 @@ class PointRecord:
     bounds: Section = field(default_factory=dict)
     oracle: Section = field(default_factory=dict)
     pace: Section = field(default_factory=dict)
+    given: Sequence[str] = ()  # not stored: all overrides, where `overrides` are those that tell points apart
 
     def to_json(self) -> dict[str, Any]:
         """The record as it stands in its file; the file's own digest is left out where there is none yet."""
@@ -194,7 +195,7 @@ class PointRecord:
         return self.cost.get("provenance") or {}
 
 
-_NAMES = tuple(one.name for one in fields(PointRecord))
+_NAMES = tuple(one.name for one in fields(PointRecord) if one.name != "given")
 _WORDS = frozenset({"schema", "fingerprint", "digest", "name", "label"})
 
 

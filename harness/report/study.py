@@ -308,7 +308,7 @@ def _nothing(root: Path, problems: list[str]) -> str:
 def _named(record: PointRecord, asked: Asked) -> PointRecord:
     """The record with those overrides only that distinguish it from the sweep's other points."""
     overrides = asked.get(record.fingerprint)
-    return replace(record, overrides=list(overrides)) if overrides else record
+    return replace(record, overrides=list(overrides), given=record.overrides) if overrides else record
 
 
 def _failure(failure: Mapping[str, Any], fingerprint: str, asked: Asked) -> Failure:

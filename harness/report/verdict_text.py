@@ -256,7 +256,7 @@ def beside_figures(records: Sequence[PointRecord]) -> list[str]:
 
 
 def _assumed(record: PointRecord) -> Iterable[str]:
-    chosen = {word.lstrip("+").partition("=")[0] for word in record.overrides}
+    chosen = {word.lstrip("+").partition("=")[0] for word in record.given or record.overrides}
     missing = [key for key in _ENGINE if not chosen & ({key, key.partition(".")[0]} - {"cache"})]
     fitted = record.setting("device.fitted_from")
     if fitted and missing and "cache.pool_blocks" not in chosen:

@@ -15,6 +15,7 @@ from engine.core.options import SchedulerLimits
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.checks import checked
 from harness.config.errors import ConfigError, UserError
+from harness.config.groups import DEPLOYMENT
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.console import say
@@ -96,7 +97,11 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
 def _check_keys(overrides: tuple[str, ...]) -> None:
     """Raise UserError for keys that have no effect on a server."""
     keys = [axis.key for axis in parse_overrides(overrides)]
-    wrong = [key for key in keys if key not in _KEYS and key.split(".")[0].split("/")[0] not in _GROUPS]
+    wrong = [
+        key
+        for key in keys
+        if key not in (*_KEYS, DEPLOYMENT) and key.split(".")[0].split("/")[0] not in _GROUPS
+    ]
     if wrong:
         raise UserError(
             f"a server has no use for {', '.join(wrong)}: requests say how they are decoded, and when they come; it "

@@ -144,6 +144,11 @@ def sweep_request(overrides: Sequence[str]) -> SweepRequest:
         UserError: lists every override that cannot be used.
     """
     request = run_request(overrides)
+    if request.deployment and not request.varying:
+        raise UserError(
+            f"a sweep on {DEPLOYMENT}={request.deployment} needs an axis: write several values of a setting, as "
+            "cache.block_size=8,16,32"
+        )
     if request.experiment is None and not request.varying:
         return _merge(DEFAULT_EXPERIMENT, request.axes)
     return request
@@ -292,7 +297,7 @@ def _section_overrides(file: Path, section: str, part: Any) -> Iterator[str]:
 
 
 def _written(value: Any) -> str:
-    return quoted(value) if isinstance(value, str) else json.dumps(value, default=str)
+    return quoted(value, always=True) if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def _chosen(axis: Axis) -> str:

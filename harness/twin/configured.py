@@ -10,7 +10,7 @@ import numpy as np
 from harness.config.checks import check_config
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
-from harness.config.groups import DEPLOYMENT, groups
+from harness.config.groups import groups
 from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
 from harness.point.cost import check_cost
@@ -102,15 +102,17 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
             f"the engine ran with {said}, which changes its schedule or its memory and is not simulated: a fit would "
             "put its effect into other constants"
         )
-    chosen = {word.lstrip("+").partition("=")[0] for word in overrides}
-    device = () if chosen & {"device", DEPLOYMENT} else (f"device={_device(settings)}",)
-    model = () if chosen & {"model", "model.path", DEPLOYMENT} else _model(settings)
+    deployed = run_request(overrides).deployed  # a file of the user's wins as his words do
+    chosen = {word.lstrip("+").partition("=")[0] for word in overrides} | deployed
+    chosen |= {"device", "model"} & {key.partition(".")[0] for key in deployed}
+    device = () if "device" in chosen else (f"device={_device(settings)}",)
+    model = () if chosen & {"model", "model.path"} else _model(settings)
     first = _composed(("measure=false", *device, *overrides))
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
     own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
     own = of_a_file([*device, *model, *own], f"the log of {log.name}")
-    words = ("measure=false", "cost=roofline", *own, *overrides)
+    words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
     config = normalise(_composed(words))
     errors = check_config(config)
     if errors:

@@ -65,6 +65,14 @@ def test_binned_samples_take_zeros_and_weights() -> None:
     assert binned.quantiles(np.array([0.5, 1.0])).tolist() == pytest.approx([0.0, 1.0], rel=1e-3)
 
 
+@pytest.mark.parametrize("count", [1, 2, 3, 20])
+def test_binned_quantiles_of_few_samples_are_those_of_numpy(count: int) -> None:
+    values = np.random.default_rng(count).lognormal(0, 2, count)
+    binned, levels = BinnedSamples(), np.array([0.0, 0.5, 0.9, 0.99, 1.0])
+    binned.add(values)
+    assert binned.quantiles(levels) == pytest.approx(np.quantile(values, levels), rel=1e-3)
+
+
 def test_steps_outside_what_was_measured_are_counted_with_their_reason() -> None:
     log, _ = replay(busy(40), cost=COST)
     hull = hull_of(log.steps)

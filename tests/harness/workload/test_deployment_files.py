@@ -1,15 +1,22 @@
 """The file of a deployment: written from a configuration, and read back by `deployment=FILE` in every command."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from harness.cli.main import main
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
 from harness.config.schema import RunConfig
-from harness.sweep.plan import in_its_own_place, one_configuration, run_request
+from harness.report.verdict_text import verdict_lines
+from harness.sweep.plan import in_its_own_place, one_configuration, run_request, sweep_request
+from harness.twin.configured import configured
+from harness.twin.reading import read_engine_log
 from harness.workload.deployment import deployment_of, settings_text
 
+LOGS = Path(__file__).resolve().parents[2] / "data" / "deployments"
 SERVERS = [
     [],
     ["device=h100", "model=llama3_8b", "measure=false", "cost=roofline", "device.tensor_parallel=2"],
@@ -41,6 +48,60 @@ def test_a_deployment_is_read_back_equal(words: list[str], tmp_path: Path) -> No
     file.write_text(settings_text(before))
     after = composed([f"deployment={file}", f"measure={str(before.measure).lower()}"])
     assert deployment_of(after) == deployment_of(before)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["true", "null", "1e5", "1_000", "a\\b", "a\\", 'say "x"', 'a\\"b', "x,y=z", " a", "a\nb", "#c", "("],
+)
+def test_a_text_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
+    config = composed(SERVERS[1])
+    file = tmp_path / "server.yaml"
+    file.write_text(settings_text(replace(config, device=replace(config.device, name=name))))
+    assert one_configuration([f"deployment={file}"], "").device.name == name
+
+
+def test_a_sweep_on_a_deployment_needs_an_axis(server: Path) -> None:
+    with pytest.raises(UserError, match=r"needs an axis: write several values of a setting"):
+        sweep_request([f"deployment={server}", "measure=false"])
+
+
+def test_the_settings_of_the_file_are_said_to_be_known(server: Path, tmp_path: Path) -> None:
+    """A fitted device alone has no settings of its engine; a deployment has."""
+    words = ["measure=false", "cost=roofline", "workload.num_requests=5", "report.figures=none"]
+    device = "device.fitted_from=a log"
+    file = tmp_path / "fitted.yaml"
+    whole = composed([*SERVERS[1], device, "cache.pool_tokens=65536"])
+    file.write_text(settings_text(whole))
+    said = []
+    for number, first in enumerate([[f"deployment={file}"], ["device=h100", "model=llama3_8b", device]]):
+        out = tmp_path / str(number)
+        assert main(["run", *first, *words, f"out={out}"]) == 0
+        said.append(" ".join(verdict_lines(out)))
+    assert ["has no settings of that engine" in each for each in said] == [False, True]
+
+
+def test_advice_for_a_store_on_another_deployment_is_for_that(
+    server: Path, tmp_path: Path, capsys: Any
+) -> None:
+    words = ["measure=false", "cost=roofline", "workload.num_requests=5", "report.figures=none"]
+    assert main(["run", f"deployment={server}", *words, f"out={tmp_path / 'store'}"]) == 0
+    other = tmp_path / "other.yaml"
+    other.write_text(settings_text(composed(["device=l40s", "model=qwen3_8b", "measure=false"])))
+    capsys.readouterr()
+    assert main(["advise", str(tmp_path / "store"), f"deployment={other}"]) == 0
+    assert "on l40s with qwen3-8b" in capsys.readouterr().out.lower()
+
+
+def test_a_log_is_simulated_on_the_deployment_that_the_user_names(tmp_path: Path) -> None:
+    words = ["device=h100", "model=llama3_8b", "device.tensor_parallel=2", "scheduler.max_running=13"]
+    file = tmp_path / "server.yaml"
+    file.write_text(settings_text(composed([*words, "measure=false", "cost.block_sizes=true"])))
+    log = read_engine_log(LOGS / "guidellm")
+    found = configured(log, [f"deployment={file}"])
+    assert found.config.device.tensor_parallel == 2
+    assert (found.config.scheduler.max_running, found.config.cost.block_sizes) == (13, True)
+    assert "max_running" not in " ".join(found.warnings)
 
 
 def test_the_users_word_replaces_that_of_the_file(server: Path) -> None:
@@ -91,6 +152,7 @@ def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
         ("cache:\n  block_size: ${oc.env:HOME}\n", "holds an interpolation"),
         ("cache:\n  block_size: 16,32\n", "found '16,32', must be a whole number"),
         ("cache: [1\n", "cannot read"),
+        ('device: "\\ud800"\n', "half a character"),
         ("cache:\n  block_size: 16\n  block_size: 32\n", "key 'block_size' stands twice"),
         ("cache:\n  block_size: [16, 32]\n", "must be a whole number"),
         ("model:\n  path:\n    - a\n", "must be text"),
