@@ -57,8 +57,8 @@ class Command:
     more: str = ""
     takes_overrides: bool = True
 
-    def add_to(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-        """Add the command's parser."""
+    def add_to(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]", asked: str) -> None:
+        """Add the command's parser, with its flags unless another command is asked for; an empty name asks for all."""
         parser = commands.add_parser(
             self.name,
             help=self.help,
@@ -68,6 +68,8 @@ class Command:
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
+        if asked not in ("", self.name):
+            return
         parser.set_defaults(run=self.run, takes_overrides=self.takes_overrides)
         self.add(parser)
         if self.takes_overrides:

@@ -61,7 +61,7 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
         UserError: a word is neither an option nor an override.
         SystemExit: after `--help` (0), or when an option is used wrongly (2).
     """
-    flags, rest = build_parser().parse_known_args(list(words))
+    flags, rest = build_parser(_asked(words)).parse_known_args(list(words))
     takes_overrides = getattr(flags, "takes_overrides", False)
     for word in rest:
         if not takes_overrides or not _is_override(word):
@@ -74,8 +74,14 @@ def parse_arguments(words: Sequence[str]) -> Arguments:
     return Arguments(flags.command, flags, tuple(rest))
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The parser of `python -m harness`."""
+def _asked(words: Sequence[str]) -> str:
+    """The command that the words begin with; empty where they begin with none."""
+    first = words[0] if words else ""
+    return first if any(command.name == first for command in COMMANDS) else ""
+
+
+def build_parser(asked: str = "") -> argparse.ArgumentParser:
+    """The parser of `python -m harness`; with `asked` it knows the flags of that command alone."""
     parser = argparse.ArgumentParser(
         prog="python -m harness",
         description="Predict a paged KV cache, then prove it on the engine.",
@@ -85,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
-        command.add_to(commands)
+        command.add_to(commands, asked)
     return parser
 
 
