@@ -299,10 +299,11 @@ def _load(study: Study, axes: Axes) -> Iterator[Answer]:
     free = [found for record in study.records if (found := value(record, "free_share")) is not None]
     if not free:
         return
-    total = len(study.records)
+    total, least, most = len(study.records), f"{100 * min(free):.0f}", f"{100 * max(free):.0f}"
+    share = least if least == most else f"between {least} and {most}"
     text = (
         f"Requests queued at {len(waits):,} of {total:,} points and lost their blocks (preemption) at {len(lost):,}; "
-        f"between {100 * min(free):.0f} and {100 * max(free):.0f} % of the pool's slots were free."
+        f"{share} % of the pool's slots were free."
     )
     if not waits and not lost:
         text += (

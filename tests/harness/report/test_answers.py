@@ -175,3 +175,13 @@ def test_a_pool_that_is_never_short_is_called_so(records):
             if row["metric"] in ("waiting_mean", "preemptions"):
                 row["measured"] = 0.0
     assert "The pool was never short" in study.text("load")
+
+
+@pytest.mark.parametrize(("shares", "words"), [((0.2, 0.9), "between 20 and 90 %"), ((0.9,), "; 90 %")])
+def test_the_free_share_of_the_pool_is_a_range_where_points_differ(records, shares, words):
+    study = Changed(records)
+    for number, record in enumerate(study.records):
+        for row in record.comparison:
+            if row["metric"] == "free_share":
+                row["measured"] = shares[number % len(shares)]
+    assert f"{words} of the pool's slots were free." in study.text("load")
