@@ -166,9 +166,13 @@ def locked(out: Path) -> Iterator[None]:
 
 
 def _request(arguments: Arguments) -> plan.SweepRequest:
-    if arguments.command == "sweep":
-        return plan.sweep_request(arguments.overrides)
-    request = plan.in_its_own_place(plan.run_request(arguments.overrides))
+    is_sweep = arguments.command == "sweep"
+    request = (plan.sweep_request if is_sweep else plan.run_request)(arguments.overrides)
+    if request.replaced:
+        remark(f"not used of {request.deployment}: {', '.join(request.replaced)}; the run names these groups")
+    if is_sweep:
+        return request
+    request = plan.in_its_own_place(request)
     if request.varying:
         raise UserError(
             f"'run' takes one point, but there are several values of {', '.join(request.varying)}; use 'sweep'"

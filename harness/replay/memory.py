@@ -3,6 +3,7 @@
 `KvEvents`, `Lookups` and `Residencies` are of a prefix cache, `Wastes` of layers in groups.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,14 +27,14 @@ from harness.replay.loop import Observer, StepRecord
 from traces.formats import kv_events as schema
 
 
-class MemoryObserver(Observer):
+class MemoryObserver(Observer, ABC):
     """An observer whose `value()`, once the replay has ended, is the field `field` of the run log."""
 
     field: str
 
+    @abstractmethod
     def value(self) -> Any:
         """What it has kept."""
-        raise NotImplementedError
 
 
 class KvEvents(MemoryObserver):

@@ -125,6 +125,7 @@ class SweepRequest:
     experiment: str | None
     deployment: str | None = None  # a file, and the keys whose values are its
     deployed: frozenset[str] = frozenset()
+    replaced: tuple[str, ...] = ()  # sections of the file in whose place a group stands
 
     @property
     def named(self) -> list[Axis]:
@@ -244,16 +245,15 @@ def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
     whole = {key for key in named if key in groups()} | ({"model"} if "model.path" in named else set())
     if named & set(_POOL):
         named |= set(_POOL)  # one size of the pool replaces the other
-    rest = [
-        each
-        for each in parse_overrides(of_a_file(deployment_overrides(files[0]), files[0]))
-        if each.key not in named and each.key.partition(".")[0] not in whole
-    ]
+    found = parse_overrides(of_a_file(deployment_overrides(files[0]), files[0]))
+    section = {each.key: each.key.partition(".")[0] for each in found}
+    rest = [each for each in found if each.key not in named and section[each.key] not in whole]
     return replace(
         request,
         axes=(*rest, *own),
         deployed=frozenset(each.key for each in rest),
         deployment=files[0],
+        replaced=tuple(sorted(whole & set(section.values()))),
     )
 
 

@@ -61,6 +61,14 @@ def test_a_text_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
     assert one_configuration([f"deployment={file}"], "").device.name == name
 
 
+def test_a_section_that_an_experiment_replaces_is_said(server: Path, tmp_path: Path, capsys: Any) -> None:
+    experiment = tmp_path / "sizes.yaml"
+    experiment.write_text("- cache=paged\n- measure=false\n- workload.num_requests=5\n")
+    words = [f"deployment={server}", f"experiment={experiment}", f"out={tmp_path / 'out'}"]
+    assert main(["sweep", "--dry-run", *words, "cache.block_size=8,16"]) == 0
+    assert f"not used of {server}: cache; the run names these groups" in capsys.readouterr().err
+
+
 def test_a_sweep_on_a_deployment_needs_an_axis(server: Path) -> None:
     with pytest.raises(UserError, match=r"needs an axis: write several values of a setting"):
         sweep_request([f"deployment={server}", "measure=false"])
