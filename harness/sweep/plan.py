@@ -189,16 +189,22 @@ def in_its_own_place(request: SweepRequest) -> SweepRequest:
     """
     if any(axis.key in ("out", "name") for axis in request.axes):
         return request
-    texts = [f"{DEPLOYMENT}={Path(request.deployment).stem}"] if request.deployment else []
-    texts += [axis.text for axis in request.named]
+    texts = [axis.text for axis in request.named]
+    if request.deployment:  # an edited file, or another one of this name, is another question
+        values = " ".join(axis.text for axis in request.axes if axis.key in request.deployed)
+        texts.insert(0, f"{DEPLOYMENT}={Path(request.deployment).stem}-{_digest(values)}")
     words = "_".join(["run", *texts])
     plain = re.sub(r"[^\w=.,+-]+", "-", words)[:_LONGEST_NAME]
     if plain != words:  # two questions must not share a folder
-        plain += "_" + hashlib.blake2b(words.encode(), digest_size=4).hexdigest()
+        plain += "_" + _digest(words)
     out = f"results/{plain}"
     return replace(
         request, axes=(*request.axes, Axis("out", (Setting("out", out, f"out={out}"),), f"out={out}"))
     )
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 def experiment_overrides(name: str) -> list[str]:
@@ -208,15 +214,19 @@ def experiment_overrides(name: str) -> list[str]:
         UserError: the file cannot be read, or is no list of overrides.
     """
     file = Path(name).expanduser() if is_option_file(name) else option_file(EXPERIMENTS, name)
-    try:
-        content = plain_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(EXPERIMENTS, f"cannot read '{file}': {error}") from None
+    content = _content(EXPERIMENTS, file)
     if not isinstance(content, list) or not all(isinstance(item, str) for item in content):
         raise UserError(f"{file}: must be a list of overrides, one '- key=value' a line")
     if any(item.lstrip().startswith(f"{EXPERIMENTS}=") for item in content):
         raise UserError(f"{file}: an experiment cannot choose another experiment")
     return of_a_file(content, str(file))
+
+
+def _content(key: str, file: Path) -> Any:
+    try:
+        return plain_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(key, f"cannot read '{file}': {error}") from None
 
 
 def _merge(experiment: str, own: Iterable[Axis]) -> SweepRequest:
@@ -266,11 +276,7 @@ def deployment_overrides(name: str) -> list[str]:
     Raises:
         ConfigError: the file cannot be read, or a section is unknown, incomplete or no such thing.
     """
-    file = Path(name).expanduser()
-    try:
-        content = plain_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(DEPLOYMENT, f"cannot read '{file}': {error}") from None
+    content = _content(DEPLOYMENT, file := Path(name).expanduser())
     if not isinstance(content, dict) or not content:
         raise ConfigError(DEPLOYMENT, f"{file}: must be sections: {', '.join(DEPLOYED)}")
     return [text for name, part in content.items() for text in _section_overrides(file, name, part)]
@@ -364,7 +370,11 @@ def plan_sweep(
     Raises:
         SweepPlanError: lists every point that cannot run.
     """
-    total = _check_size(request)
+    total = prod(len(axis.settings) for axis in request.axes)
+    if total > MOST_POINTS:
+        raise UserError(
+            f"{total:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
+        )
     points: dict[str, PlannedPoint] = {}
     same: list[tuple[str, str]] = []
     bad: list[BadPoint] = []
@@ -430,15 +440,6 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-
-
-def _check_size(request: SweepRequest) -> int:
-    size = prod(len(axis.settings) for axis in request.axes)
-    if size > MOST_POINTS:
-        raise UserError(
-            f"{size:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
-        )
-    return size
 
 
 def _plan_point(

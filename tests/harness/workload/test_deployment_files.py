@@ -144,7 +144,15 @@ def test_one_size_of_the_pool_replaces_the_other(tmp_path: Path) -> None:
 
 def test_a_run_on_a_deployment_is_named_after_its_file(server: Path) -> None:
     request = in_its_own_place(run_request([f"deployment={server}", "cache.block_size=32"]))
-    assert request.axes[-1].text == "out=results/run_deployment=server_cache.block_size=32"
+    assert request.axes[-1].text.startswith("out=results/run_deployment=server-")
+    assert request.axes[-1].text.endswith("_cache.block_size=32")
+
+
+def test_an_edited_deployment_is_run_in_a_folder_of_its_own(server: Path) -> None:
+    before = in_its_own_place(run_request([f"deployment={server}"])).axes[-1].text
+    assert in_its_own_place(run_request([f"deployment={server}"])).axes[-1].text == before
+    server.write_text(settings_text(composed([*SERVERS[1], "scheduler.max_running=99"])))
+    assert in_its_own_place(run_request([f"deployment={server}"])).axes[-1].text != before
 
 
 @pytest.mark.parametrize(
