@@ -33,14 +33,14 @@ COMPILED = {
     "shared": SHARED,
     "samples": ("decoding=sample", *SHARED),
     "beams": ("decoding=beam", *SHARED),
+    "async": (*SHARED, "scheduler.async_scheduling=true"),
+    "closed loop": (*SHARED, "replay=closed", "replay.users=64"),
 }
 """What can be replayed in machine code, too."""
 FULL = (*SHARED, "workload.request_rate=60", "cache.pool_tokens=131072")  # more than the pool can hold
 FAMILIES = {
     **COMPILED,
-    "async": (*SHARED, "scheduler.async_scheduling=true"),
     "priority": (*FULL, "scheduler.policy=priority"),
-    "closed loop": (*SHARED, "replay=closed", "replay.users=64"),
     "kept by ttl": (*FULL, "cache.keep=ttl", "cache.keep_s=30"),
     "pinned": (*FULL, "cache.keep=pin"),
     "swap": (*FULL, "scheduler.preemption=swap", "cache.host_tokens=65536"),

@@ -3,6 +3,7 @@
 It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 """
 
+from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import release
@@ -12,7 +13,6 @@ from harness.compiled.state import (
     CACHED,
     COPIES,
     EMPTY,
-    ENDED,
     ENTRIES,
     GAPS,
     HEAD,
@@ -137,8 +137,7 @@ def finish(state: ReplayState, row: int, end: int) -> None:
     release(state, row, kept_blocks(state, row))
     release_slot(state, row)
     state.requests.finish[state.batch.request[row]] = end
-    state.requests.ended[state.at[ENDED]] = state.batch.request[row]
-    state.at[ENDED] += 1
+    note_end(state, state.batch.request[row], end)
 
 
 @jitable

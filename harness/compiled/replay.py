@@ -3,26 +3,28 @@
 `advance` is the loop that numba compiles. It runs step after step until the log is full or every request has ended.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from engine.core.options import SchedulerLimits
+from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import compiled, jitable
 from harness.compiled.pricing import note_prefill, price, write_features
-from harness.compiled.scheduling import admit, continue_running, take_arrivals
+from harness.compiled.scheduling import admit, continue_running
 from harness.compiled.state import (
-    ARRIVED,
     ENDED,
     GAPS,
     HEAD,
     LAST_END,
     NOW,
+    PAUSE_AT,
     PREEMPTED,
     RUNNING,
+    SEEN,
     STEPS,
     TAIL,
     UNFORESEEN,
@@ -33,14 +35,14 @@ from harness.compiled.state import (
     new_state,
 )
 from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome, RequestRow
-from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_s
+from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.features import FEATURES
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
 
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
-FULL, DONE, TOO_LONG, PREEMPTED_BRANCHES = 0, 1, 2, 3  # what `advance` returns
+FULL, DONE, PAUSED, TOO_LONG, PREEMPTED_BRANCHES = range(5)  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 
 
@@ -53,7 +55,8 @@ def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
 def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
-    ended = np.sort(requests.ended[first : min(last, state.at[ENDED])])
+    ended = requests.ended[first : min(last, state.at[ENDED])]
+    ended = ended[np.argsort(requests.place[ended])]
     generated = inputs.output[ended] * inputs.width[ended]
     row = RequestRow(
         request_id=request_ids[ended],
@@ -76,19 +79,22 @@ def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: 
 
 
 def advance(state: ReplayState, num_blocks: int) -> int:
-    """Run steps; returns FULL, DONE, TOO_LONG where the next one would end beyond what the clock counts, or
+    """Run steps; returns FULL, DONE, PAUSED, TOO_LONG where the next one would end beyond what the clock counts, or
     PREEMPTED_BRANCHES.
     """
     at, log = state.at, state.log
     while at[STEPS] < len(log.records) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
+        if at[NOW] >= at[PAUSE_AT]:
+            return PAUSED
         take_arrivals(state)
         if at[RUNNING] or at[HEAD] < at[TAIL]:
             if not step(state, num_blocks):
                 return PREEMPTED_BRANCHES if at[UNFORESEEN] else TOO_LONG
-        elif at[ARRIVED] < len(state.inputs.prompt):
-            at[NOW] = state.inputs.arrival_ns[at[ARRIVED]]
-        else:
+            continue
+        due = next_arrival(state)
+        if due == NEVER:
             return DONE
+        at[NOW] = at[SEEN] = max(at[NOW], due)
     return FULL
 
 
@@ -107,8 +113,9 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     took_ns = max(1, int(np.rint(seconds * _NS)))
     log_step(state, num_blocks, took_ns, attention_s)
     note_prefill(state)
+    commit(state, state.at[NOW] + took_ns)
+    state.at[SEEN] = state.at[NOW] if state.rules.ahead else state.at[NOW] + took_ns
     state.at[NOW] += took_ns
-    commit(state, state.at[NOW])
     return True
 
 
@@ -144,10 +151,35 @@ def _by_width(width: IntArray, value_of: Callable[[int], float]) -> FloatArray:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """Requests that wait for the ends of others; `pause_ns`, int64 `[requests]`, are the pauses before each.
+
+    Each of `users` takes the next request of the list when the one before has ended, and does not pause before the
+    first (`harness.replay.arrivals.ClosedLoop`). With `after`, which has the places of those that each request waits
+    for, they are turns of conversations (`Sessions`); those that wait for none arrive at their times.
+    """
+
+    pause_ns: IntArray
+    users: int = 0
+    after: Sequence[Collection[int]] | None = None
+
+    def followers(self) -> tuple[IntArray, IntArray, IntArray]:
+        """`waits_for`, `first_follower` and `follower` of `RequestInputs`."""
+        count, none = len(self.pause_ns), np.zeros(0, dtype=np.int64)
+        if self.after is None:
+            return none, none, none
+        pairs = sorted((parent, turn) for turn, parents in enumerate(self.after) for parent in parents)
+        first = np.searchsorted(np.array([parent for parent, _ in pairs]), np.arange(count + 1))
+        waits_for = np.array([len(parents) for parents in self.after], dtype=np.int64)
+        return waits_for, first, np.array([turn for _, turn in pairs], dtype=np.int64)
+
+
+@dataclass(frozen=True)
 class PlainRequests:
     """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
-    `names` says which leading blocks are shared; without it, none. Without `branches` each request has one.
+    `names` says which leading blocks are shared; without it, none. Without `branches` each request has one. With
+    `waiting` some arrive after others have ended.
     """
 
     request_id: IntArray
@@ -156,6 +188,7 @@ class PlainRequests:
     output_tokens: IntArray
     names: BlockNames | None = None
     branches: Branches | None = None
+    waiting: Waiting | None = None
 
 
 @dataclass(frozen=True)
@@ -173,7 +206,7 @@ class PlainPool:
 class CompiledReplay:
     """A replay of plain requests by compiled code, from an empty pool to the end of the last request.
 
-    It runs once.
+    It runs once. With `asynchronous`, a step is scheduled while the one before it runs (`harness.replay.loop`).
     `advance_with` replaces the compiled loop, for tests.
     """
 
@@ -184,6 +217,7 @@ class CompiledReplay:
         pool: PlainPool,
         prices: Prices,
         *,
+        asynchronous: bool = False,
         log_steps: int = LOG_STEPS,
         advance_with: Callable[[ReplayState, int], int] | None = None,
     ) -> None:
@@ -191,11 +225,17 @@ class CompiledReplay:
         self._pool = pool
         ones = np.ones(len(requests.request_id), dtype=np.int64)
         branches = requests.branches or Branches(ones, 0 * ones, 0 * ones, BeamGenealogy({}))
-        rules = _rules(limits, pool, branches.width)
+        rules = _rules(limits, pool, branches.width, asynchronous)
+        waiting = requests.waiting or Waiting(ones[:0])
+        waits_for, first_follower, follower = waiting.followers()
         fits = _fits(requests, branches.width, limits, pool)
         first_name, names = requests.names or BlockNames.none(len(fits))
         inputs = RequestInputs(
-            arrival_ns=requests.arrival_ns,
+            arrival_ns=requests.arrival_ns if requests.waiting is None else requests.arrival_ns.copy(),
+            pause_ns=waiting.pause_ns,
+            waits_for=waits_for,
+            first_follower=first_follower,
+            follower=follower,
             prompt=requests.prompt_tokens,
             output=requests.output_tokens,
             width=branches.width,
@@ -209,6 +249,8 @@ class CompiledReplay:
             names=names,
         )
         self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
+        self._state.at[PAUSE_AT] = np.iinfo(np.int64).max
+        open_lane(self._state, waiting.users)
         self._advance = advance_with or compiled(advance)
 
     def run(self, fold: Fold) -> None:
@@ -240,7 +282,7 @@ class CompiledReplay:
         return ended_requests(self._state, self._requests.request_id, first, last)
 
 
-def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray) -> Rules:
+def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchronous: bool) -> Rules:
     """The limits as numbers. Those of running requests are at most what there is, so that large ones cost no memory."""
     return Rules(
         budget=limits.max_batched_tokens,
@@ -252,6 +294,7 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray) -> Rules:
         watermark_blocks=int(limits.watermark * (pool.num_blocks + 1)),
         block_size=pool.block_size,
         keeps=int(pool.keeps),
+        ahead=int(asynchronous),
     )
 
 

@@ -18,8 +18,6 @@ from harness.compiled.pool import (
 )
 from harness.compiled.state import (
     ADMITTED,
-    ARRIVED,
-    ENDED,
     HEAD,
     HITS,
     NOW,
@@ -129,20 +127,6 @@ def preempt_last(state: ReplayState) -> None:
     at[PREEMPTED] += 1
     at[HEAD] -= 1
     requests.queue[at[HEAD]] = request
-
-
-@jitable
-def take_arrivals(state: ReplayState) -> None:
-    """Queue the requests that have arrived by now; those that can never be served end at once."""
-    at, inputs, requests = state.at, state.inputs, state.requests
-    while at[ARRIVED] < len(inputs.prompt) and inputs.arrival_ns[at[ARRIVED]] <= at[NOW]:
-        if inputs.fits[at[ARRIVED]]:
-            requests.queue[at[TAIL]] = at[ARRIVED]
-            at[TAIL] += 1
-        else:
-            requests.ended[at[ENDED]] = at[ARRIVED]
-            at[ENDED] += 1
-        at[ARRIVED] += 1
 
 
 @jitable

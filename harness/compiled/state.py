@@ -11,7 +11,7 @@ NameArray = np.ndarray[Any, np.dtype[np.int32]]
 
 # -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
 NOW = 0  # ns
-ARRIVED = 1  # requests that have arrived
+ARRIVED = 1  # requests that the scheduler knows
 HEAD = 2  # of the queue: requests that have entered the batch
 TAIL = 3  # requests that have been queued
 RUNNING = 4  # rows of the batch
@@ -36,7 +36,12 @@ STEADY_ROWS = 22  # branches of the leading steady requests
 COPIES = 23  # blocks copied in the step under way
 BEAM_SLOTS = 24  # of `BeamTables`: how many no request has
 UNFORESEEN = 25  # 1 where a request of several branches would have been preempted
-NUM_SCALARS = 26
+SEEN = 26  # ns up to which the next step knows of arrivals
+COMING = 27  # requests in `RequestStates.lane`
+DUE = 28  # requests in `ReplayState.arriving`
+NEXT = 29  # requests that were in it so far
+PAUSE_AT = 30  # ns from which no step may begin before `advance` returns
+NUM_SCALARS = 31
 
 _COUNTED = (
     "generated",
@@ -52,6 +57,11 @@ _COUNTED = (
 class RequestInputs(NamedTuple):
     """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served.
 
+    Where requests wait for the ends of others, the order is that of the list, and `arrival_ns` is written when one is
+    sent. `pause_ns` are then the pauses before them; elsewhere it is empty. In conversations `waits_for` counts the
+    requests that each still waits for, and `follower[first_follower[r] : first_follower[r + 1]]` are those that wait
+    for request r.
+
     `survivors` and `evenness`, float64, are what `BeamGenealogy` draws the parents of a beam request from: how many
     beams survive a step on average, and how evenly they get the other children.
 
@@ -59,6 +69,10 @@ class RequestInputs(NamedTuple):
     """
 
     arrival_ns: IntArray
+    pause_ns: IntArray
+    waits_for: IntArray
+    first_follower: IntArray  # int64 [requests + 1]
+    follower: IntArray
     prompt: IntArray
     output: IntArray
     width: IntArray
@@ -73,7 +87,10 @@ class RequestInputs(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1."""
+    """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1.
+
+    With `ahead` a step is scheduled while the one before it runs.
+    """
 
     budget: int
     max_rows: int  # running requests
@@ -84,6 +101,7 @@ class Rules(NamedTuple):
     watermark_blocks: int
     block_size: int
     keeps: int  # whether released blocks stay findable until they are taken again
+    ahead: int
 
 
 class Prices(NamedTuple):
@@ -120,6 +138,8 @@ class Batch(NamedTuple):
 class RequestStates(NamedTuple):
     """The state of each request, int64 `[requests]`; times are in ns. `queue` and `ended` list requests in order.
 
+    `lane` lists them in the order in which they come, and `place` is the place of each of them in it.
+
     The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, tokens
     generated, tokens whose KV was lost. `own_cached` counts the cached blocks that only the request can use, behind its
     named ones. The last fields count preemptions, what they cost, and hits.
@@ -128,6 +148,8 @@ class RequestStates(NamedTuple):
     scheduled: IntArray
     first_token: IntArray
     finish: IntArray
+    lane: IntArray
+    place: IntArray
     queue: IntArray
     ended: IntArray
     last_token: IntArray
@@ -138,6 +160,14 @@ class RequestStates(NamedTuple):
     hits: IntArray
     resumed_hits: IntArray
     recomputed: IntArray
+
+
+class Heap(NamedTuple):
+    """A binary heap of requests, int64 `[requests]`: the lowest key first, of equal keys the lowest `tie`."""
+
+    key: IntArray
+    tie: IntArray
+    request: IntArray
 
 
 class NamedBlocks(NamedTuple):
@@ -209,6 +239,7 @@ class ReplayState(NamedTuple):
     features: FloatArray
     batch: Batch
     requests: RequestStates
+    arriving: Heap  # what users have sent, by the time at which it arrives
     named: NamedBlocks
     evictable: EvictionList
     beams: BeamTables
@@ -238,6 +269,7 @@ def new_state(
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
         RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
+        Heap(*_columns(3, len(inputs.pause_ns))),
         _named_blocks(numbers, inputs.names),
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
         beams,

@@ -201,7 +201,6 @@ TABLE: tuple[Capability, ...] = (
         {
             Way.groups: "steps in flight would keep blocks behind a window for one step more",
             Way.measured: "the engine that measures schedules a step when the one before it has ended",
-            Way.compiled: "steps are scheduled ahead",
         },
     ),
     Capability(
@@ -274,7 +273,6 @@ TABLE: tuple[Capability, ...] = (
         {
             Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
             "poisson, gamma, offline)",
-            Way.compiled: "requests wait for others",
         },
     ),
     Capability(

@@ -18,10 +18,17 @@ from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available
-from harness.compiled.replay import Branches, BranchesPreemptedError, CompiledReplay, PlainPool, PlainRequests
+from harness.compiled.replay import (
+    Branches,
+    BranchesPreemptedError,
+    CompiledReplay,
+    PlainPool,
+    PlainRequests,
+    Waiting,
+)
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
-from harness.config.schema import Compiled
+from harness.config.schema import Compiled, ReplayMode
 from harness.console import install_hint
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
@@ -37,6 +44,7 @@ from harness.replay.replicas import Balancer, merged, run_together
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
+from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import TraceRequest
 
@@ -57,7 +65,8 @@ def compiled_replay(point: Point, cost: CostModel) -> CompiledReplay | None:
         return None
     reason = obstacle(point, cost)
     if reason is None:
-        requests = plain_requests(rows, _named_blocks(point), _branches(point, cost))
+        waiting = _waiting(point.workload.traffic, rows)
+        requests = plain_requests(rows, _named_blocks(point), _branches(point, cost), waiting)
         return replay_of(point, requests, cost)
     if mode is Compiled.always:
         raise _refusal(reason)
@@ -117,7 +126,14 @@ def _obstacle(point: Point) -> str | None:
         return f"numba is not installed, or cannot be imported ({install_hint('fast')})"
     if point.workload.resubmits:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
+    if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
+        return "turns wait for later ones"
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
+
+
+def _waits_for_later(rows: Sequence[TraceRequest]) -> bool:
+    """Whether a turn comes before one that it waits for, so that it may never be sent."""
+    return any(max(before, default=-1) >= index for index, before in enumerate(_places_before(rows)))
 
 
 def _named_blocks(point: Point) -> BlockNames | None:
@@ -140,8 +156,27 @@ def _branches(point: Point, cost: CostModel) -> Branches | None:
     return Branches(_column([each.width for each in decodings]), beam, drawn, genealogy)
 
 
+def _waiting(traffic: Traffic, rows: Sequence[TraceRequest]) -> Waiting | None:
+    """What requests wait for; None where they come at their times."""
+    if traffic.mode not in (ReplayMode.closed, ReplayMode.sessions):
+        return None
+    pauses = _column(traffic.pauses_ns(rows))
+    if traffic.mode is ReplayMode.closed:
+        return Waiting(pauses, traffic.users)
+    return Waiting(pauses, after=_places_before(rows))
+
+
+def _places_before(rows: Sequence[TraceRequest]) -> list[set[int]]:
+    """The places of the requests that each one waits for."""
+    place = {row.request_id: index for index, row in enumerate(rows)}
+    return [{place[parent] for parent in turns_before(row) if parent in place} for row in rows]
+
+
 def plain_requests(
-    rows: Sequence[TraceRequest], names: BlockNames | None = None, branches: Branches | None = None
+    rows: Sequence[TraceRequest],
+    names: BlockNames | None = None,
+    branches: Branches | None = None,
+    waiting: Waiting | None = None,
 ) -> PlainRequests:
     """Ids, arrivals and lengths of `rows` as arrays, with the names of their shared blocks and their branches."""
     return PlainRequests(
@@ -151,6 +186,7 @@ def plain_requests(
         _column([row.output_tokens for row in rows]),
         names,
         branches,
+        waiting,
     )
 
 
@@ -165,7 +201,13 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
     pool, prices = point.pool, prices_of(cost)
     assert prices is not None
     keeps = pool.prefix_caching and point.deployment.cache.retention is Retention.lru
-    return CompiledReplay(requests, point.limits, PlainPool(pool.num_blocks, pool.block_size, keeps), prices)
+    return CompiledReplay(
+        requests,
+        point.limits,
+        PlainPool(pool.num_blocks, pool.block_size, keeps),
+        prices,
+        asynchronous=point.deployment.scheduler.async_scheduling,
+    )
 
 
 Observe = Callable[[Scheduler], Observer]

@@ -219,13 +219,23 @@ class Traffic:
     def arrivals(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         """The source of `requests`; there is one request for each of `rows`, in the same order."""
         if self.mode is ReplayMode.closed:
-            pauses = pauses_ns(len(rows), self.think_s, self.seed)
-            return ClosedLoop((timed.request for timed in requests), len(rows), self.users, pauses)
+            return ClosedLoop(
+                (timed.request for timed in requests), len(rows), self.users, self.pauses_ns(rows)
+            )
         if self.mode is ReplayMode.sessions:
-            pauses = pauses_ns(len(rows), self.think_s, self.seed)
-            pairs = zip(rows, requests, pauses, strict=True)
-            return Sessions([_turn(row, timed, pause) for row, timed, pause in pairs])
+            turns = zip(rows, requests, self.pauses_ns(rows), strict=True)
+            return Sessions([Turn(timed, turns_before(row), pause) for row, timed, pause in turns])
         return OpenLoop(requests, len(rows))
+
+    def pauses_ns(self, rows: Sequence[TraceRequest]) -> list[int]:
+        """The pause before each request; before the turn of a conversation a recorded one is preferred."""
+        pauses = pauses_ns(len(rows), self.think_s, self.seed)
+        if self.mode is not ReplayMode.sessions:
+            return pauses
+        return [
+            drawn if row.think_us is None else row.think_us * _NS_PER_US
+            for row, drawn in zip(rows, pauses, strict=True)
+        ]
 
 
 def traffic_of(config: RunConfig) -> Traffic:
@@ -243,10 +253,9 @@ def pauses_ns(count: int, mean_s: float, seed: int) -> list[int]:
     return pauses
 
 
-def _turn(row: TraceRequest, timed: TimedRequest, pause_ns: int) -> Turn:
-    """A turn after its parents; a recorded pause is preferred to the drawn one."""
-    after = row.after or (() if row.parent is None else (row.parent,))
-    return Turn(timed, after, pause_ns if row.think_us is None else row.think_us * _NS_PER_US)
+def turns_before(row: TraceRequest) -> tuple[int, ...]:
+    """The requests that a turn waits for."""
+    return row.after or (() if row.parent is None else (row.parent,))
 
 
 def retimed(trace: Trace, config: RunConfig) -> Trace:

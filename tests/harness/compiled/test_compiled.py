@@ -1,6 +1,7 @@
 """The compiled replay says to the bit what the policy core says."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,13 +24,22 @@ from harness.compiled.replay import (
     CompiledReplay,
     PlainPool,
     PlainRequests,
+    Waiting,
     advance,
 )
 from harness.cost.fitted import FittedCost
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import RunLog
-from harness.replay.arrivals import TimedRequest, TimeSpanError
+from harness.replay.arrivals import (
+    Arrivals,
+    ClosedLoop,
+    OpenLoop,
+    Sessions,
+    TimedRequest,
+    TimeSpanError,
+    Turn,
+)
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import CostModel, CostSource, PacedCost
 from harness.replay.executors import SimulatedExecutor
@@ -142,6 +152,20 @@ def branching(draw: st.DrawFn) -> Sharing:
     return replace(shared, requests=requests)
 
 
+@st.composite
+def waiting(draw: st.DrawFn, count: int) -> Waiting | None:
+    """Given times, users who wait, or turns of conversations."""
+    kind = draw(st.sampled_from(["given", "users", "turns"]))
+    pauses = st.lists(st.sampled_from([0, 0, 1, 200_000, 5_000_000]), min_size=count, max_size=count)
+    if kind == "given":
+        return None
+    pause_ns = np.array(draw(pauses), dtype=np.int64)
+    if kind == "users":
+        return Waiting(pause_ns, users=draw(st.integers(1, 8)))
+    after = [draw(st.sets(st.integers(0, turn - 1), max_size=2)) if turn else set() for turn in range(count)]
+    return Waiting(pause_ns, after=after)
+
+
 LIMITS = st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(4, 64),
@@ -188,6 +212,18 @@ def decodings_of(requests: PlainRequests) -> list[tuple[int, Decoding]]:
     ]
 
 
+def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
+    waits, count = requests.waiting, len(timed)
+    if waits is None:
+        return OpenLoop(timed, count)
+    pauses = waits.pause_ns.tolist()
+    if waits.after is None:
+        return ClosedLoop((each.request for each in timed), count, waits.users, pauses)
+    ids = requests.request_id.tolist()
+    parents = [tuple(ids[place] for place in places) for places in waits.after]
+    return Sessions([Turn(*turn) for turn in zip(timed, parents, pauses, strict=True)])
+
+
 def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
     retention = Retention.lru if pool.keeps else Retention.none
     return Scheduler(PagedManager(pool.num_blocks, pool.block_size, retention=retention), limits)
@@ -199,10 +235,13 @@ def core_log(
     pool: PlainPool,
     cost: CostModel,
     shared: Sharing | None = None,
+    *,
+    asynchronous: bool = False,
 ) -> RunLog:
     live: dict[int, Request] = {}
     executor = SimulatedExecutor(cost, live, pool.block_size, GENEALOGY)
-    return play(core_requests(requests, shared), core_parts(limits, pool), executor, live=live)
+    arrivals = arrivals_of(requests, core_requests(requests, shared))
+    return play(arrivals, core_parts(limits, pool), executor, live=live, asynchronous=asynchronous)
 
 
 def log_of(replay: CompiledReplay, pool: PlainPool) -> RunLog:
@@ -212,11 +251,16 @@ def log_of(replay: CompiledReplay, pool: PlainPool) -> RunLog:
 
 
 def compiled_replay(
-    requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, cost: CostModel, log_steps: int = 64
+    requests: PlainRequests,
+    limits: SchedulerLimits,
+    pool: PlainPool,
+    cost: CostModel,
+    log_steps: int = 64,
+    **options: Any,
 ) -> CompiledReplay:
     prices = prices_of(cost)
     assert prices is not None
-    return CompiledReplay(requests, limits, pool, prices, log_steps=log_steps)
+    return CompiledReplay(requests, limits, pool, prices, log_steps=log_steps, **options)
 
 
 def assert_same(one: RunLog, other: RunLog) -> None:
@@ -253,6 +297,18 @@ def test_shared_prefixes_are_replayed_as_the_core_does(
         log_of(compiled_replay(requests, limits, pool, COSTS[cost]), pool),
         core_log(requests, limits, pool, COSTS[cost], shared),
     )
+
+
+@settings(max_examples=tier(20, 400))
+@given(st.data(), sharing(), LIMITS, POOLS, st.booleans())
+def test_requests_that_wait_and_steps_scheduled_ahead_are_replayed_as_the_core_does(
+    data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, asynchronous: bool
+) -> None:
+    waits = data.draw(waiting(len(shared.salts)))
+    requests = replace(shared.named(pool.block_size), waiting=waits)
+    found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
+    expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
+    assert_same(log_of(found, pool), expected)
 
 
 def assert_same_or_refused(

@@ -56,12 +56,17 @@ def point(*settings: str) -> tuple[Point, CostModel]:
         ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
         ("decoding=beam", "workload.prefix_share=0.5"),
         ("decoding=beam", "decoding.beam_churn=0.6", "cache.block_size=8"),
+        ("scheduler.async_scheduling=true", "workload.request_rate=40", "workload.prefix_share=0.5"),
+        ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
+        ("trace=chat", "replay.mode=sessions"),
     ],
     day=[
         ("cache.retention=none", "cache.block_size=1"),
         ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
         ("workload.prefix_share=0.5", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
         ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
+        ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
+        ("trace=chat", "replay.mode=sessions"),
     ],
 )
 def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
@@ -91,7 +96,6 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         ),
         (("cache=contiguous_max",), "it is not paged"),
         (("scheduler=static",), "batching is not continuous"),
-        (("replay.mode=closed",), "requests wait for others"),
         (("replay.duration_s=5",), "stops early"),
         (("scheduler=swap", "cache.host_tokens=100000"), "swapped out"),
         (("scheduler.adaptive_watermark=true",), "the watermark is adaptive"),

@@ -1,0 +1,131 @@
+"""Arrivals and ends of requests. It does what `harness.replay.arrivals` does, for given times, for
+waiting users, and for turns of conversations.
+"""
+
+import numpy as np
+
+from harness.compiled.numba_edge import jitable
+from harness.compiled.state import (
+    ARRIVED,
+    COMING,
+    DUE,
+    ENDED,
+    NEXT,
+    NOW,
+    SEEN,
+    TAIL,
+    Heap,
+    ReplayState,
+)
+from harness.replay.arrivals import NEVER
+
+
+@jitable
+def push(heap: Heap, size: int, key: int, tie: int, request: int) -> None:
+    """Add a request to the `size` ones of `heap`."""
+    place = size
+    while place:
+        above = (place - 1) // 2
+        if not is_before(key, tie, heap.key[above], heap.tie[above]):
+            break
+        heap.key[place], heap.tie[place] = heap.key[above], heap.tie[above]
+        heap.request[place] = heap.request[above]
+        place = above
+    heap.key[place], heap.tie[place], heap.request[place] = key, tie, request
+
+
+@jitable
+def pop(heap: Heap, size: int) -> int:
+    """Take the first of the `size` requests of `heap`."""
+    first, last = heap.request[0], size - 1
+    key, tie, place = heap.key[last], heap.tie[last], 0
+    while 2 * place + 1 < last:
+        below = 2 * place + 1
+        if below + 1 < last and is_before(
+            heap.key[below + 1], heap.tie[below + 1], heap.key[below], heap.tie[below]
+        ):
+            below += 1
+        if not is_before(heap.key[below], heap.tie[below], key, tie):
+            break
+        heap.key[place], heap.tie[place] = heap.key[below], heap.tie[below]
+        heap.request[place] = heap.request[below]
+        place = below
+    heap.key[place], heap.tie[place], heap.request[place] = key, tie, heap.request[last]
+    return int(first)
+
+
+@jitable
+def is_before(key: int, tie: int, other_key: int, other_tie: int) -> bool:
+    """Whether a request of `key` and `tie` goes before one of the others."""
+    return key < other_key or (key == other_key and tie < other_tie)
+
+
+@jitable
+def send(state: ReplayState, request: int, at_ns: int) -> None:
+    """`request` arrives at `at_ns`; of equal times those that were sent first go first."""
+    at = state.at
+    push(state.arriving, at[DUE], at_ns, at[NEXT], request)
+    at[DUE] += 1
+    at[NEXT] += 1
+
+
+@jitable
+def take_arrivals(state: ReplayState) -> None:
+    """Queue the requests that the next step sees; those that can never be served end at once."""
+    at, arrival_ns, requests = state.at, state.inputs.arrival_ns, state.requests
+    while at[DUE] and state.arriving.key[0] <= at[SEEN]:
+        due_ns = state.arriving.key[0]
+        requests.lane[at[COMING]] = pop(state.arriving, at[DUE])
+        arrival_ns[requests.lane[at[COMING]]] = due_ns
+        at[DUE] -= 1
+        at[COMING] += 1
+    while at[ARRIVED] < at[COMING] and arrival_ns[requests.lane[at[ARRIVED]]] <= at[SEEN]:
+        request = requests.lane[at[ARRIVED]]
+        requests.place[request] = at[ARRIVED]
+        at[ARRIVED] += 1
+        if state.inputs.fits[request]:
+            requests.queue[at[TAIL]] = request
+            at[TAIL] += 1
+        else:
+            note_end(state, request, at[NOW])
+
+
+@jitable
+def note_end(state: ReplayState, request: int, at_ns: int) -> None:
+    """`request` has finished, or was rejected."""
+    at, inputs, waits_for = state.at, state.inputs, state.inputs.waits_for
+    state.requests.ended[at[ENDED]] = request
+    at[ENDED] += 1
+    if len(waits_for):  # the turns that follow, each after its own pause
+        for place in range(inputs.first_follower[request], inputs.first_follower[request + 1]):
+            turn = inputs.follower[place]
+            waits_for[turn] -= 1
+            if not waits_for[turn]:
+                send(state, turn, at_ns + inputs.pause_ns[turn])
+    elif at[NEXT] < len(inputs.pause_ns):  # its user takes the next of the list
+        send(state, at[NEXT], at_ns + inputs.pause_ns[at[NEXT]])
+
+
+@jitable
+def next_arrival(state: ReplayState) -> int:
+    """When the next request arrives, as far as is known now; else NEVER."""
+    at = state.at
+    if at[DUE]:
+        return int(state.arriving.key[0])
+    return (
+        int(state.inputs.arrival_ns[state.requests.lane[at[ARRIVED]]]) if at[ARRIVED] < at[COMING] else NEVER
+    )
+
+
+def open_lane(state: ReplayState, users: int) -> None:
+    """Send what waits for no other request: all, the first of each user at 0, or the first turns."""
+    inputs, at = state.inputs, state.at
+    if not len(inputs.pause_ns):
+        state.requests.lane[:] = np.arange(len(state.requests.lane))
+        at[COMING] = len(state.requests.lane)
+    elif len(inputs.waits_for):
+        for turn in np.flatnonzero(inputs.waits_for == 0):
+            send(state, turn, inputs.arrival_ns[turn])
+    else:
+        for request in range(min(users, len(inputs.pause_ns))):
+            send(state, request, 0)
