@@ -28,6 +28,7 @@ SETTINGS = (
 )
 PLAIN = ("device=a100_80gb", "workload.request_rate=6.45")
 SHARED = ("device=h100", "workload.request_rate=20", "workload.prefix_share=0.5")
+FULL = (*SHARED, "workload.request_rate=60", "cache.pool_tokens=131072")  # more than the pool can hold
 COMPILED = {
     "plain": PLAIN,
     "shared": SHARED,
@@ -35,12 +36,11 @@ COMPILED = {
     "beams": ("decoding=beam", *SHARED),
     "async": (*SHARED, "scheduler.async_scheduling=true"),
     "closed loop": (*SHARED, "replay=closed", "replay.users=64"),
+    "priority": (*FULL, "scheduler.policy=priority"),
 }
 """What can be replayed in machine code, too."""
-FULL = (*SHARED, "workload.request_rate=60", "cache.pool_tokens=131072")  # more than the pool can hold
 FAMILIES = {
     **COMPILED,
-    "priority": (*FULL, "scheduler.policy=priority"),
     "kept by ttl": (*FULL, "cache.keep=ttl", "cache.keep_s=30"),
     "pinned": (*FULL, "cache.keep=pin"),
     "swap": (*FULL, "scheduler.preemption=swap", "cache.host_tokens=65536"),

@@ -10,6 +10,7 @@ from harness.compiled.state import (
     COMING,
     DUE,
     ENDED,
+    HEAD,
     NEXT,
     NOW,
     SEEN,
@@ -84,10 +85,48 @@ def take_arrivals(state: ReplayState) -> None:
         requests.place[request] = at[ARRIVED]
         at[ARRIVED] += 1
         if state.inputs.fits[request]:
-            requests.queue[at[TAIL]] = request
-            at[TAIL] += 1
+            put_last(state, request)
         else:
             note_end(state, request, at[NOW])
+
+
+@jitable
+def put_last(state: ReplayState, request: int) -> None:
+    """`request` waits: at the end of the queue, or where its priority says."""
+    at = state.at
+    if state.rules.ordered:
+        place = state.requests.place[request]
+        push(state.waiting, at[TAIL] - at[HEAD], state.inputs.priority[request], place, request)
+    else:
+        state.requests.queue[at[TAIL]] = request
+    at[TAIL] += 1
+
+
+@jitable
+def put_back(state: ReplayState, request: int) -> None:
+    """`request` was preempted: it came before all that wait, or its priority says where it waits."""
+    if state.rules.ordered:
+        put_last(state, request)
+        return
+    state.at[HEAD] -= 1
+    state.requests.queue[state.at[HEAD]] = request
+
+
+@jitable
+def first_waiting(state: ReplayState) -> int:
+    """The request that is served next."""
+    at = state.at
+    return int(state.waiting.request[0] if state.rules.ordered else state.requests.queue[at[HEAD]])
+
+
+@jitable
+def take_first(state: ReplayState) -> int:
+    """The same, which waits no more."""
+    at, request = state.at, first_waiting(state)
+    if state.rules.ordered:
+        pop(state.waiting, at[TAIL] - at[HEAD])
+    at[HEAD] += 1
+    return request
 
 
 @jitable

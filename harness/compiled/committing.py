@@ -7,7 +7,7 @@ from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import release
-from harness.compiled.scheduling import lacking_tokens
+from harness.compiled.scheduling import lacking_tokens, move
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
@@ -138,26 +138,6 @@ def finish(state: ReplayState, row: int, end: int) -> None:
     release_slot(state, row)
     state.requests.finish[state.batch.request[row]] = end
     note_end(state, state.batch.request[row], end)
-
-
-@jitable
-def move(state: ReplayState, row: int, place: int) -> None:
-    """Move `row` to `place`, so that the batch has no gaps."""
-    if row == place:
-        return
-    for column in (
-        state.batch.request,
-        state.batch.computed,
-        state.batch.generated,
-        state.batch.blocks,
-        state.batch.branches,
-        state.batch.distinct,
-        state.batch.copies,
-        state.batch.slot,
-        state.batch.named,
-        state.batch.last_token,
-    ):
-        column[place] = column[row]
 
 
 @jitable

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.options import SchedulerLimits
+from engine.core.options import SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.names import BlockNames
@@ -101,11 +101,11 @@ def advance(state: ReplayState, num_blocks: int) -> int:
 @jitable
 def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS or is UNFORESEEN."""
-    budget = continue_running(state)
+    continue_running(state)
     if state.at[UNFORESEEN]:
         return False
     if not state.at[PREEMPTED]:
-        admit(state, budget)
+        admit(state)
     write_features(state, num_blocks)
     seconds, attention_s = price(state)
     if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
@@ -179,7 +179,7 @@ class PlainRequests:
     """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
     `names` says which leading blocks are shared; without it, none. Without `branches` each request has one. With
-    `waiting` some arrive after others have ended.
+    `waiting` some arrive after others have ended. `priority`, int64 `[requests]`: a lower number goes first.
     """
 
     request_id: IntArray
@@ -189,6 +189,7 @@ class PlainRequests:
     names: BlockNames | None = None
     branches: Branches | None = None
     waiting: Waiting | None = None
+    priority: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -244,6 +245,7 @@ class CompiledReplay:
             survivors=branches.survivors(),
             evenness=branches.evenness(),
             request_id=requests.request_id,
+            priority=ones if requests.priority is None else requests.priority,
             fits=fits,
             first_name=first_name,
             names=names,
@@ -295,6 +297,7 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchrono
         block_size=pool.block_size,
         keeps=int(pool.keeps),
         ahead=int(asynchronous),
+        ordered=int(limits.policy is Scheduling.priority),
     )
 
 

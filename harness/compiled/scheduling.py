@@ -3,6 +3,7 @@
 It does what `engine.core.scheduling.scheduler` does, for requests that are rows of lengths.
 """
 
+from harness.compiled.arriving import first_waiting, put_back, take_first
 from harness.compiled.branches import extend_branches, kept_blocks, needed_blocks
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import (
@@ -18,6 +19,7 @@ from harness.compiled.pool import (
 )
 from harness.compiled.state import (
     ADMITTED,
+    BUDGET,
     HEAD,
     HITS,
     NOW,
@@ -27,6 +29,7 @@ from harness.compiled.state import (
     STEADY,
     STEADY_ROWS,
     TAIL,
+    TAKEN,
     UNFORESEEN,
     WRITTEN,
     ReplayState,
@@ -54,44 +57,76 @@ def prefill_cap(state: ReplayState) -> int:
 
 
 @jitable
-def continue_running(state: ReplayState) -> int:
-    """Give every row its query tokens and blocks, in order of admission; returns the budget that is left.
+def continue_running(state: ReplayState) -> None:
+    """Give every row its query tokens and blocks, in order of admission; what is left of the budget is in `BUDGET`.
 
-    Steady rows, which only decode, always run. Where blocks are short, the row that was admitted last is preempted.
+    Steady rows, which only decode, always run. Where blocks are short, other rows are preempted.
     """
-    row, branches = 0, state.batch.branches
-    while row < state.at[STEADY]:
-        extend_or_preempt(state, row, 1)
-        row += 1
-    budget, cap = state.rules.budget - state.at[STEADY_ROWS], prefill_cap(state)
-    row = state.at[STEADY]
-    while row < state.at[RUNNING]:
-        query = min(lacking_tokens(state, row), budget, cap)
-        if branches[row] > 1 and branches[row] > budget:  # they sample together or not at all
-            query = 0
-        state.batch.query[row] = 0
-        if query > 0 and extend_or_preempt(state, row, query):
-            budget -= query * branches[row]
-        row += 1
-    return int(budget)
+    at, branches, query = state.at, state.batch.branches, state.batch.query
+    row = 0
+    while row < at[STEADY]:
+        row = extend_or_preempt(state, row, 1)
+    at[BUDGET], cap = state.rules.budget - at[STEADY_ROWS], prefill_cap(state)
+    while row < at[RUNNING]:
+        tokens = min(lacking_tokens(state, row), at[BUDGET], cap)
+        query[row] = 0
+        if tokens <= 0 or (
+            branches[row] > 1 and branches[row] > at[BUDGET]
+        ):  # they sample together or not at all
+            row += 1
+            continue
+        row = extend_or_preempt(state, row, tokens)
+    at[BUDGET] = max(at[BUDGET], 0)
 
 
 @jitable
-def extend_or_preempt(state: ReplayState, row: int, query: int) -> bool:
-    """`row` computes `query` tokens in this step; rows behind it are preempted where blocks are short.
+def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
+    """`row` computes `query` tokens in this step; other rows or itself are preempted where blocks are short.
 
-    Returns False where `row` itself was preempted.
+    Returns the row that comes next.
     """
+    at, is_steady = state.at, row < state.at[STEADY]
     needed = needed_blocks(state, row, query)
     while needed > free_blocks(state):
-        if state.batch.branches[state.at[RUNNING] - 1] > 1:
-            state.at[UNFORESEEN] = 1
-            return False
-        preempt_last(state)
-        if row == state.at[RUNNING]:
-            return False
+        victim = last_in_queue(state, row) if state.rules.ordered else at[RUNNING] - 1
+        if state.batch.branches[victim] > 1:
+            at[UNFORESEEN] = 1
+            return int(at[RUNNING])
+        if victim < row:
+            take_back(state, victim)
+        preempt(state, victim)
+        if victim == row:
+            return row
+        row -= victim < row
     extend(state, row, query)
-    return True
+    if not is_steady:
+        at[BUDGET] -= query * state.batch.branches[row]
+    return row + 1
+
+
+@jitable
+def last_in_queue(state: ReplayState, row: int) -> int:
+    """The row that is last in queue order; those that are not steady keep what they have got in this step."""
+    at, request = state.at, state.batch.request
+    priority, place = state.inputs.priority, state.requests.place
+    last = row
+    for other in range(at[RUNNING]):
+        if at[STEADY] <= other < row:
+            continue
+        one, best = request[other], request[last]
+        if (priority[one], place[one]) > (priority[best], place[best]):
+            last = other
+    return last
+
+
+@jitable
+def take_back(state: ReplayState, row: int) -> None:
+    """Steady `row` does not run in this step after all."""
+    at, batch = state.at, state.batch
+    branches = batch.branches[row]
+    at[BUDGET] += branches
+    at[WRITTEN] -= branches
+    at[TAKEN] -= branches * (batch.blocks[row] - blocks_of(batch.computed[row], state.rules.block_size))
 
 
 @jitable
@@ -109,39 +144,48 @@ def extend(state: ReplayState, row: int, query: int) -> None:
 
 
 @jitable
-def preempt_last(state: ReplayState) -> None:
-    """Preempt the last row, which has one branch: it loses its blocks and waits at the head of the queue."""
+def preempt(state: ReplayState, row: int) -> None:
+    """Preempt `row`, which has one branch: it loses its blocks and waits again."""
     at, batch, requests = state.at, state.batch, state.requests
-    at[RUNNING] -= 1
-    row = at[RUNNING]
     request = batch.request[row]
-    at[SEQUENCES] -= state.inputs.width[request]
-    if at[STEADY] > at[RUNNING]:
-        at[STEADY] = at[RUNNING]
+    if row < at[STEADY]:
+        at[STEADY] -= 1
         at[STEADY_ROWS] -= batch.branches[row]
     release(state, row, kept_blocks(state, row))
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.lost[request] = batch.computed[row]
     requests.preemptions[request] += 1
+    at[SEQUENCES] -= state.inputs.width[request]
     at[PREEMPTED] += 1
-    at[HEAD] -= 1
-    requests.queue[at[HEAD]] = request
+    at[RUNNING] -= 1
+    for place in range(row, at[RUNNING]):
+        move(state, place + 1, place)
+    put_back(state, request)
 
 
 @jitable
-def admit(state: ReplayState, budget: int) -> None:
+def move(state: ReplayState, row: int, place: int) -> None:
+    """Move `row` to `place`, so that the batch has no gaps."""
+    if row == place:
+        return
+    for column in state.batch:
+        column[place] = column[row]
+
+
+@jitable
+def admit(state: ReplayState) -> None:
     """Admit in the order of the queue; the first request that does not fit ends the loop."""
     at = state.at
-    while budget > 0 and at[HEAD] < at[TAIL] and may_enter(state, budget):
-        budget -= enter(state, budget)
+    while at[BUDGET] > 0 and at[HEAD] < at[TAIL] and may_enter(state):
+        enter(state)
 
 
 @jitable
-def may_enter(state: ReplayState, budget: int) -> bool:
+def may_enter(state: ReplayState) -> bool:
     """Whether the head of the queue fits the batch, the token budget and the free blocks."""
     at, rules = state.at, state.rules
-    request = state.requests.queue[at[HEAD]]
+    request, budget = first_waiting(state), at[BUDGET]
     width = state.inputs.width[request]
     if at[SEQUENCES] + width > rules.max_running:
         return False
@@ -163,11 +207,10 @@ def may_enter(state: ReplayState, budget: int) -> bool:
 
 
 @jitable
-def enter(state: ReplayState, budget: int) -> int:
-    """The head of the queue becomes the last row, with its first chunk; returns the chunk's tokens."""
+def enter(state: ReplayState) -> None:
+    """The head of the queue becomes the last row, with its first chunk."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)
-    request, row = state.requests.queue[at[HEAD]], at[RUNNING]
-    at[HEAD] += 1
+    request, row = take_first(state), at[RUNNING]
     at[RUNNING] += 1
     at[ADMITTED] += 1
     at[SEQUENCES] += state.inputs.width[request]
@@ -178,9 +221,9 @@ def enter(state: ReplayState, budget: int) -> int:
     hits = named_hits(state, request, (known_tokens(state, row) - 1) // state.rules.block_size)
     share(state, row, hits, own_hits(state, request, hits))
     note_entry(state, request, batch.computed[row])
-    query = min(known_tokens(state, row) - batch.computed[row], budget, cap)
+    query = min(lacking_tokens(state, row), at[BUDGET], cap)
     extend(state, row, query)
-    return int(query)
+    at[BUDGET] -= query
 
 
 @jitable

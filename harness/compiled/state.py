@@ -41,7 +41,8 @@ COMING = 27  # requests in `RequestStates.lane`
 DUE = 28  # requests in `ReplayState.arriving`
 NEXT = 29  # requests that were in it so far
 PAUSE_AT = 30  # ns from which no step may begin before `advance` returns
-NUM_SCALARS = 31
+BUDGET = 31  # query tokens that the step under way can still take
+NUM_SCALARS = 32
 
 _COUNTED = (
     "generated",
@@ -81,6 +82,7 @@ class RequestInputs(NamedTuple):
     survivors: FloatArray
     evenness: FloatArray
     request_id: IntArray
+    priority: IntArray
     fits: IntArray
     first_name: IntArray  # int64 [requests + 1]
     names: NameArray  # int32
@@ -89,7 +91,8 @@ class RequestInputs(NamedTuple):
 class Rules(NamedTuple):
     """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1.
 
-    With `ahead` a step is scheduled while the one before it runs.
+    With `ahead` a step is scheduled while the one before it runs. With `ordered` requests wait in the order of their
+    priorities, and the last of that order is preempted; else they wait in order of arrival.
     """
 
     budget: int
@@ -102,6 +105,7 @@ class Rules(NamedTuple):
     block_size: int
     keeps: int  # whether released blocks stay findable until they are taken again
     ahead: int
+    ordered: int
 
 
 class Prices(NamedTuple):
@@ -240,6 +244,9 @@ class ReplayState(NamedTuple):
     batch: Batch
     requests: RequestStates
     arriving: Heap  # what users have sent, by the time at which it arrives
+    waiting: (
+        Heap  # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
+    )
     named: NamedBlocks
     evictable: EvictionList
     beams: BeamTables
@@ -270,6 +277,7 @@ def new_state(
         Batch(*_columns(len(Batch._fields), rows)),
         RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
         Heap(*_columns(3, len(inputs.pause_ns))),
+        Heap(*_columns(3, num_requests if rules.ordered else 0)),
         _named_blocks(numbers, inputs.names),
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
         beams,

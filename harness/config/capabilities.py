@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Scheduling, Sharing
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Sharing
 from engine.runtime.options import KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import (
@@ -167,11 +167,6 @@ TABLE: tuple[Capability, ...] = (
         "scheduler.preemption",
         lambda a: _if(a.scheduler.preemption is Preemption.swap, "swap"),
         {Way.compiled: "preempted requests are swapped out"},
-    ),
-    Capability(
-        "scheduler.policy",
-        lambda a: _if(a.scheduler.policy is not Scheduling.fcfs, a.scheduler.policy),
-        {Way.compiled: "it is not first come, first served"},
     ),
     Capability(
         "scheduler.static_batch",

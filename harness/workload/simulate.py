@@ -187,6 +187,7 @@ def plain_requests(
         names,
         branches,
         waiting,
+        _column([row.priority for row in rows]),
     )
 
 

@@ -12,7 +12,7 @@ from tiers import tier
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Decoding, Retention, SchedulerLimits
+from engine.core.options import Decoding, Retention, SchedulerLimits, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled import pool as compiled_pool
@@ -190,15 +190,17 @@ POOLS = st.builds(
 
 
 def core_requests(requests: PlainRequests, shared: Sharing | None = None) -> list[TimedRequest]:
-    columns = (requests.request_id, requests.arrival_ns, requests.prompt_tokens, requests.output_tokens)
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    if shared is not None:
-        found = zip(rows, shared.segments, shared.salts, decodings_of(requests), strict=True)
-        return [
-            TimedRequest(Request(i, p, o, *decoding, identity=KeyIdentity(i, s, salt)), at)
-            for (i, at, p, o), s, salt, decoding in found
-        ]
-    return [TimedRequest(Request(i, p, o, identity=KeyIdentity(i, [(None, p)])), at) for i, at, p, o in rows]
+    columns = [requests.request_id, requests.arrival_ns, requests.prompt_tokens, requests.output_tokens]
+    columns.append(0 * requests.request_id if requests.priority is None else requests.priority)
+    rows = list(zip(*(column.tolist() for column in columns), strict=True))
+    segments = [[(None, row[2])] for row in rows] if shared is None else shared.segments
+    salts = [""] * len(rows) if shared is None else shared.salts
+    return [
+        TimedRequest(Request(i, p, o, *decoding, identity=KeyIdentity(i, s, salt), priority=priority), at)
+        for (i, at, p, o, priority), s, salt, decoding in zip(
+            rows, segments, salts, decodings_of(requests), strict=True
+        )
+    ]
 
 
 def decodings_of(requests: PlainRequests) -> list[tuple[int, Decoding]]:
@@ -301,11 +303,13 @@ def test_shared_prefixes_are_replayed_as_the_core_does(
 
 @settings(max_examples=tier(20, 400))
 @given(st.data(), sharing(), LIMITS, POOLS, st.booleans())
-def test_requests_that_wait_and_steps_scheduled_ahead_are_replayed_as_the_core_does(
+def test_requests_that_wait_priorities_and_steps_scheduled_ahead_are_replayed_as_the_core_does(
     data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, asynchronous: bool
 ) -> None:
-    waits = data.draw(waiting(len(shared.salts)))
-    requests = replace(shared.named(pool.block_size), waiting=waits)
+    count = len(shared.salts)
+    priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
+    requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
     assert_same(log_of(found, pool), expected)

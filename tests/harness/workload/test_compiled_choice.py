@@ -59,6 +59,7 @@ def point(*settings: str) -> tuple[Point, CostModel]:
         ("scheduler.async_scheduling=true", "workload.request_rate=40", "workload.prefix_share=0.5"),
         ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
         ("trace=chat", "replay.mode=sessions"),
+        ("scheduler.policy=priority", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
     ],
     day=[
         ("cache.retention=none", "cache.block_size=1"),
