@@ -41,6 +41,7 @@ from harness.replay.features import FEATURES
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
 
+FOREVER = int(np.iinfo(np.int64).max)
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
 FULL, DONE, PAUSED, TOO_LONG, PREEMPTED_BRANCHES = range(5)  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
@@ -250,38 +251,51 @@ class CompiledReplay:
             first_name=first_name,
             names=names,
         )
-        self._state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
-        self._state.at[PAUSE_AT] = np.iinfo(np.int64).max
-        open_lane(self._state, waiting.users)
+        self.state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
+        open_lane(self.state, waiting.users)
         self._advance = advance_with or compiled(advance)
+        self._played = self._handed = 0  # steps and requests that a fold has got
 
     def run(self, fold: Fold) -> None:
-        """Run, and hand every step, gap and request to `fold`.
+        """Run, and hand every step, gap and request to `fold`; for the errors see `advance_to`."""
+        self.advance_to(FOREVER, fold)
+        self.close(fold)
+
+    def advance_to(self, pause_ns: int, fold: Fold) -> int:
+        """Run the steps that begin before `pause_ns`; returns DONE where no request is left that is known to come.
 
         Raises:
             TimeSpanError: the replay would last too long.
             BranchesPreemptedError: the policy core must replay it, into another fold.
         """
-        handed, played, code, log, at = 0, 0, FULL, self._state.log, self._state.at
-        while code == FULL:
-            code = self._advance(self._state, self._pool.num_blocks)
-            if code == TOO_LONG:
-                raise TimeSpanError
-            if code == PREEMPTED_BRANCHES:
-                raise BranchesPreemptedError
-            steps = at[STEPS]
-            fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), played))
-            fold.add_gaps(*gaps(self._state))
-            played += int(steps)
-            at[STEPS] = at[GAPS] = 0
-            while at[ENDED] - handed >= fold.chunk:
-                fold.add_requests(self._ended(handed, handed + fold.chunk))
-                handed += fold.chunk
-        fold.add_requests(self._ended(handed, at[ENDED]))
-        fold.close(float(to_s(int(at[LAST_END]))))
+        self.state.at[PAUSE_AT] = pause_ns
+        while (code := self._advance(self.state, self._pool.num_blocks)) == FULL:
+            self._hand_over(fold)
+        if code == TOO_LONG:
+            raise TimeSpanError
+        if code == PREEMPTED_BRANCHES:
+            raise BranchesPreemptedError
+        return code
+
+    def close(self, fold: Fold) -> None:
+        """All requests have ended: hand over what is left."""
+        self._hand_over(fold)
+        fold.add_requests(self._ended(self._handed, self.state.at[ENDED]))
+        fold.close(float(to_s(int(self.state.at[LAST_END]))))
+
+    def _hand_over(self, fold: Fold) -> None:
+        log, at = self.state.log, self.state.at
+        steps = at[STEPS]
+        fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), self._played))
+        fold.add_gaps(*gaps(self.state))
+        self._played += int(steps)
+        at[STEPS] = at[GAPS] = 0
+        while at[ENDED] - self._handed >= fold.chunk:
+            fold.add_requests(self._ended(self._handed, self._handed + fold.chunk))
+            self._handed += fold.chunk
 
     def _ended(self, first: int, last: int) -> dict[str, Column]:
-        return ended_requests(self._state, self._requests.request_id, first, last)
+        return ended_requests(self.state, self._requests.request_id, first, last)
 
 
 def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchronous: bool) -> Rules:

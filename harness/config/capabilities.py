@@ -279,7 +279,7 @@ TABLE: tuple[Capability, ...] = (
         "device.data_parallel",
         lambda a: _if(a.device.data_parallel > 1, a.device.data_parallel),
         {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,
-         Way.compiled: "there are several replicas", Way.oracle: "several replicas are simulated"},
+         Way.oracle: "several replicas are simulated"},
     ),
     Capability(
         "model.experts",

@@ -26,6 +26,7 @@ from harness.compiled.replay import (
     PlainRequests,
     Waiting,
 )
+from harness.compiled.replicas import run_replicas
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled, ReplayMode
@@ -54,23 +55,24 @@ COMPILED_FROM = (
 SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
 
 
-def compiled_replay(point: Point, cost: CostModel) -> CompiledReplay | None:
-    """The point's compiled replay, or None where `engine.core` must replay it, or is quicker because requests are few.
+def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
+    """The point's compiled replay of each replica; none where `engine.core` must replay it, or is quicker because
+    requests are few.
 
     Raises:
         ConfigError: `replay.compiled=always`, but the point cannot be replayed by compiled code.
     """
     mode, rows = point.replay.compiled, point.trace.requests
     if mode is Compiled.never or (mode is Compiled.auto and _is_small(point)):
-        return None
+        return ()
     reason = obstacle(point, cost)
     if reason is None:
         waiting = _waiting(point.workload.traffic, rows)
         requests = plain_requests(rows, _named_blocks(point), _branches(point, cost), waiting)
-        return replay_of(point, requests, cost)
+        return [replay_of(point, requests, cost) for _ in range(point.replicas)]
     if mode is Compiled.always:
         raise _refusal(reason)
-    return None
+    return ()
 
 
 def _is_small(point: Point) -> bool:
@@ -275,9 +277,9 @@ def _replay(
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
-    compiled, core = new_log(point), new_log(point)
+    core, compiled = new_log(point), [new_log(point) for _ in range(point.replicas)]
     if _runs_compiled(point, cost, compiled):
-        log = compiled.log()
+        log = compiled[0].log() if len(compiled) == 1 else merged([each.log() for each in compiled])
     elif point.replicas > 1:
         log = _simulate_replicas(point, cost, fast_forward)
     else:
@@ -295,21 +297,26 @@ def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) ->
 def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
     """The free-running prediction in constant memory: only the trace and the requests under way are held."""
     compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
-    if _runs_compiled(point, cost, compiled):
-        return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
     if point.replicas > 1:
-        return prediction_of(_simulate_replicas(point, cost, fast_forward), cost.source).without_rows()
+        return prediction_of(simulate(point, cost, fast_forward=fast_forward), cost.source).without_rows()
+    if _runs_compiled(point, cost, [compiled]):
+        return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
     _simulated(point, cost, core, fast_forward)
     return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
 
 
-def _runs_compiled(point: Point, cost: CostModel, fold: Fold) -> bool:
-    """Replay the point by compiled code into `fold`; False where `engine.core` must replay it, into another one."""
-    compiled = compiled_replay(point, cost)
-    if compiled is None:
+def _runs_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> bool:
+    """Replay the point by compiled code, each replica into its fold; False where `engine.core` must replay it, into
+    other ones.
+    """
+    replays = compiled_replays(point, cost)
+    if not replays:
         return False
     try:
-        compiled.run(fold)
+        if len(replays) > 1:
+            run_replicas(replays, folds)
+        else:
+            replays[0].run(folds[0])
     except BranchesPreemptedError:
         refuse_preempted_branches(point)
         return False

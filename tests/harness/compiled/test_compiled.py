@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import play
@@ -27,6 +28,7 @@ from harness.compiled.replay import (
     Waiting,
     advance,
 )
+from harness.compiled.replicas import run_replicas
 from harness.cost.fitted import FittedCost
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
@@ -47,6 +49,7 @@ from harness.replay.features import ATTENTION_FEATURES, FEATURES
 from harness.replay.folds import KeptLog, RunFold
 from harness.replay.loop import Replay
 from harness.replay.recorder import Recorder
+from harness.replay.replicas import Balancer, run_together
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -246,8 +249,12 @@ def core_log(
     return play(arrivals, core_parts(limits, pool), executor, live=live, asynchronous=asynchronous)
 
 
+def new_fold(pool: PlainPool) -> KeptLog:
+    return KeptLog(pool.block_size, pool.num_blocks * pool.block_size, 1)
+
+
 def log_of(replay: CompiledReplay, pool: PlainPool) -> RunLog:
-    fold = KeptLog(pool.block_size, pool.num_blocks * pool.block_size, 1)
+    fold = new_fold(pool)
     replay.run(fold)
     return fold.log()
 
@@ -313,6 +320,32 @@ def test_requests_that_wait_priorities_and_steps_scheduled_ahead_are_replayed_as
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
     assert_same(log_of(found, pool), expected)
+
+
+@settings(max_examples=tier(20, 400))
+@given(sharing(), LIMITS, POOLS, st.booleans(), st.integers(2, 4), st.sampled_from([1, 20, 400]))
+def test_replicas_get_the_requests_that_they_get_of_the_core(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, asynchronous: bool, replicas: int, apart: int
+) -> None:
+    named = shared.named(pool.block_size)
+    requests = replace(named, arrival_ns=named.arrival_ns * apart)
+    cost, env = COSTS["expected"], simpy.Environment(initial_time=0)
+    schedulers, timed = [core_parts(limits, pool) for _ in range(replicas)], core_requests(requests, shared)
+    core, recorders, replays = [new_fold(pool) for _ in schedulers], [], []
+    lanes = Balancer(OpenLoop(timed, len(timed)), schedulers).lanes
+    for lane, scheduler, fold in zip(lanes, schedulers, core, strict=True):
+        live: dict[int, Request] = {}
+        recorders.append(Recorder(fold))
+        executor = SimulatedExecutor(cost, live, pool.block_size, GENEALOGY)
+        options = {"live": live, "asynchronous": asynchronous, "env": env}
+        replays.append(Replay(lane, scheduler, executor, recorders[-1], **options))
+    run_together(replays, env)
+    compiled = [new_fold(pool) for _ in schedulers]
+    made = [compiled_replay(requests, limits, pool, cost, asynchronous=asynchronous) for _ in schedulers]
+    run_replicas(made, compiled)
+    for recorder, fold, expected in zip(recorders, compiled, core, strict=True):
+        recorder.close()
+        assert_same(fold.log(), expected.log())
 
 
 def assert_same_or_refused(

@@ -60,6 +60,8 @@ def point(*settings: str) -> tuple[Point, CostModel]:
         ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
         ("trace=chat", "replay.mode=sessions"),
         ("scheduler.policy=priority", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
+        ("device.data_parallel=4", "workload.request_rate=80", "workload.prefix_share=0.5"),
+        ("device.data_parallel=2", "workload.request_rate=1", "scheduler.async_scheduling=true"),
     ],
     day=[
         ("cache.retention=none", "cache.block_size=1"),
@@ -119,14 +121,14 @@ def test_shared_prefixes_do_not_matter_where_nothing_is_cached() -> None:
 
 def test_auto_leaves_few_requests_to_the_core() -> None:
     workload, cost = point()
-    assert compiled.compiled_replay(workload, cost) is None
+    assert not compiled.compiled_replays(workload, cost)
 
 
 def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
     monkeypatch.setattr(compiled, "SHARING_FROM", 10)
     workload, cost = point()
-    assert compiled.compiled_replay(workload, cost) is not None
+    assert compiled.compiled_replays(workload, cost)
 
 
 def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
@@ -134,22 +136,22 @@ def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
 ) -> None:
     monkeypatch.setattr(compiled, "SHARING_FROM", 20)
     plain, sharing = point(), point("workload.prefix_share=0.5")
-    assert compiled.compiled_replay(*plain) is None
-    assert compiled.compiled_replay(*sharing) is not None
+    assert not compiled.compiled_replays(*plain)
+    assert compiled.compiled_replays(*sharing)
 
 
 def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "COMPILED_FROM", 1)
     monkeypatch.setattr(compiled, "SHARING_FROM", 1)
     workload, cost = point("decoding.beam_width=2", "cache.copy_at_fork=true")
-    assert compiled.compiled_replay(workload, cost) is None
+    assert not compiled.compiled_replays(workload, cost)
 
 
 def test_auto_goes_on_in_the_core_where_branches_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "SHARING_FROM", 1)
     settings = ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192")
     workload, cost = point(*settings)
-    assert compiled.compiled_replay(workload, cost) is not None
+    assert compiled.compiled_replays(workload, cost)
     core = simulate_metrics(replace(workload, replay=replace(workload.replay, compiled=Compiled.never)), cost)
     assert core.metrics["preemptions"] > 0
     assert repr(simulate_metrics(workload, cost).metrics) == repr(core.metrics)
@@ -161,9 +163,9 @@ def test_without_numba_the_core_replays_and_always_says_what_is_missing(
     monkeypatch.setattr(compiled, "is_available", lambda: False)
     workload, cost = point("replay.compiled=always")
     with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
-        compiled.compiled_replay(workload, cost)
+        compiled.compiled_replays(workload, cost)
     told = replace(workload, replay=replace(workload.replay, compiled=Compiled.auto))
-    assert compiled.compiled_replay(told, cost) is None
+    assert not compiled.compiled_replays(told, cost)
 
 
 def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +174,7 @@ def test_a_numba_that_cannot_be_imported_is_none(monkeypatch: pytest.MonkeyPatch
     )  # import raises ImportError, as beside a numpy that is too new
     workload, cost = point("replay.compiled=always")
     with pytest.raises(ConfigError, match=r"pip install '\.\[fast\]'"):
-        compiled.compiled_replay(workload, cost)
+        compiled.compiled_replays(workload, cost)
 
 
 def test_where_the_cache_cannot_be_written_no_code_is_kept_beside_the_sources(

@@ -1,0 +1,74 @@
+"""Compiled replays of data-parallel replicas: requests are given out as `harness.replay.replicas` gives them.
+
+The counts that decide are read at most once in `REFRESH_NS`. So requests between two readings are given out at once,
+and each replica is replayed on its own from reading to reading.
+"""
+
+from collections.abc import Sequence
+
+from harness.compiled.replay import DONE, FOREVER, CompiledReplay
+from harness.compiled.state import COMING, HEAD, NOW, RUNNING, SEEN, TAIL
+from harness.replay.folds import Fold
+from harness.replay.replicas import REFRESH_NS, WAITING_WEIGHT
+
+
+class _Replica:
+    def __init__(self, replay: CompiledReplay, fold: Fold, first: CompiledReplay) -> None:
+        self.replay, self.fold, self._idle = replay, fold, True
+        own = replay.state.requests
+        lists = {"lane": own.lane, "queue": own.queue, "ended": own.ended}
+        replay.state = replay.state._replace(requests=first.state.requests._replace(**lists))
+        self.at = replay.state.at
+        self.at[COMING] = 0
+
+    def give(self, request: int) -> None:
+        """`request` comes to this replica."""
+        self.replay.state.requests.lane[self.at[COMING]] = request
+        self.at[COMING] += 1
+        self._idle = False
+
+    def advance_to(self, pause_ns: int) -> None:
+        """Run the steps that begin before `pause_ns`."""
+        self._idle = self.replay.advance_to(pause_ns, self.fold) == DONE
+
+    def next_ns(self, at_ns: int) -> tuple[int, int]:
+        """When it schedules its next step, and up to when that sees arrivals, if a request comes at `at_ns`."""
+        if self._idle:
+            return max(int(self.at[NOW]), at_ns), max(int(self.at[NOW]), at_ns)
+        return int(self.at[NOW]), int(self.at[SEEN])
+
+
+def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> None:
+    """Run `replays`, one a replica, all made with the same requests, each into its fold.
+
+    Raises:
+        TimeSpanError: the replay would last too long.
+    """
+    replicas = [_Replica(*each, replays[0]) for each in zip(replays, folds, strict=True)]
+    refresh_ns, scores = 0, [0] * len(replicas)
+    for request, at_ns in enumerate(replays[0].state.inputs.arrival_ns.tolist()):
+        if at_ns >= refresh_ns:
+            _advance_before(replicas, at_ns)
+            scores = [
+                WAITING_WEIGHT * int(each.at[TAIL] - each.at[HEAD]) + int(each.at[RUNNING])
+                for each in replicas
+            ]
+            refresh_ns = at_ns + REFRESH_NS
+        best = scores.index(min(scores))
+        scores[best] += WAITING_WEIGHT
+        replicas[best].give(request)
+    for each in replicas:
+        each.advance_to(FOREVER)
+        each.replay.close(each.fold)
+
+
+def _advance_before(replicas: Sequence[_Replica], at_ns: int) -> None:
+    """Run what happens before the first step that sees a request of `at_ns`: then the request is given out."""
+    for each in replicas:
+        each.advance_to(at_ns)
+    while True:
+        first = min(replicas, key=lambda each: each.next_ns(at_ns)[0])
+        next_ns, seen_ns = first.next_ns(at_ns)
+        if seen_ns >= at_ns:
+            return
+        first.advance_to(next_ns + 1)
