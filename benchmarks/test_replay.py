@@ -34,6 +34,8 @@ COMPILED = {
     "shared": SHARED,
     "samples": ("decoding=sample", *SHARED),
     "beams": ("decoding=beam", *SHARED),
+    "samples, preempted": ("decoding=sample", *FULL),
+    "beams, preempted": ("decoding=beam", *FULL),
     "async": (*SHARED, "scheduler.async_scheduling=true"),
     "closed loop": (*SHARED, "replay=closed", "replay.users=64"),
     "priority": (*FULL, "scheduler.policy=priority"),

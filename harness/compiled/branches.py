@@ -2,14 +2,22 @@
 
 All branches of a request have equally many tokens, and the full blocks of its prompt stay shared until it ends. So a
 sampled request needs no tables, only counts. Beams share what they generated in a tree: each has a table of blocks
-from the first that generated tokens are in, by numbers of its request, with reference counts.
+from the first that generated tokens are in, by numbers of its request, with reference counts. After a preemption the
+branches fork from the prompt again and catch up, one after the other.
 """
 
 import numpy as np
 
-from harness.compiled.numba_edge import jitable
-from harness.compiled.pool import blocks_of, give_back, note_last_blocks, take_free
-from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, WRITTEN, ReplayState
+from harness.compiled.numba_edge import called, jitable
+from harness.compiled.pool import (
+    blocks_of,
+    branch_tokens,
+    give_back,
+    note_last_blocks,
+    table_totals,
+    take_free,
+)
+from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, INTERNAL, WRITTEN, ReplayState
 from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
 from harness.replay.branches import SCALE
@@ -37,11 +45,14 @@ def first_own(state: ReplayState, row: int) -> int:
 def needed_blocks(state: ReplayState, row: int, query: int) -> int:
     """Blocks that `row` must take to compute `query` tokens in each of its branches, copies included."""
     batch = state.batch
+    if batch.behind[row]:
+        added, copied = blocks_to_catch_up(state, row, query)
+        return added + copied
     lacking = blocks_of(batch.computed[row] + query, state.rules.block_size) - batch.blocks[row]
     return int(batch.branches[row] * lacking + batch.copies[row])
 
 
-@jitable
+@called
 def fork(state: ReplayState, row: int) -> None:
     """The prompt of `row` is computed. Its branches refer to the same blocks; all but one copy a partial last one."""
     batch = state.batch
@@ -49,6 +60,7 @@ def fork(state: ReplayState, row: int) -> None:
     width, partial = state.inputs.width[request], batch.computed[row] % state.rules.block_size > 0
     batch.branches[row] = width
     batch.copies[row] = (width - 1) * partial
+    batch.behind[row] = width * (batch.generated[row] - 1)
     state.at[ENTRIES] += (width - 1) * batch.blocks[row]
     if not state.inputs.beam[request]:
         return
@@ -100,6 +112,51 @@ def extend_branches(state: ReplayState, row: int) -> None:
     at[WRITTEN] += branches
 
 
+@called
+def blocks_to_catch_up(state: ReplayState, row: int, query: int) -> tuple[int, int]:
+    """Blocks that branches of `row` add to their tables to compute `query` tokens again, and copies of a last one.
+
+    A branch that begins copies the partial last block of the prompt, but the last one to have it writes into it.
+    """
+    batch, size = state.batch, state.rules.block_size
+    prompt, added, begun, left = batch.computed[row], 0, 0, 0
+    for branch in range(batch.branches[row]):
+        before = branch_tokens(state, row, branch, 0)
+        after = branch_tokens(state, row, branch, query)
+        added += blocks_of(after, size) - blocks_of(before, size)
+        begun += before == prompt and after > prompt
+        left += after == prompt
+    return int(added), int(min(begun, begun + left - 1) if begun and prompt % size else 0)
+
+
+@called
+def catch_up(state: ReplayState, row: int, query: int) -> None:
+    """Branches of `row` compute `query` tokens again."""
+    at, batch, size = state.at, state.batch, state.rules.block_size
+    entries, _, unfillable = table_totals(state, row, 0)
+    added, copied = blocks_to_catch_up(state, row, query)
+    take_free(state, added + copied)
+    batch.distinct[row] += added + copied
+    batch.copies[row] -= copied
+    at[COPIES] += copied
+    at[WRITTEN] += query + copied * (batch.computed[row] % size)
+    entries_then, _, unfillable_then = table_totals(state, row, query)
+    at[ENTRIES] += entries_then - entries
+    at[INTERNAL] += unfillable_then - unfillable
+    slot, beams, own = batch.slot[row], state.beams, first_own(state, row)
+    if slot == NEVER:
+        return
+    for branch in range(batch.branches[row]):
+        before = branch_tokens(state, row, branch, 0)
+        after = branch_tokens(state, row, branch, query)
+        number = beams.tables[slot, branch, 0]
+        if before == batch.computed[row] < after and before % size and beams.references[slot, number] > 1:
+            beams.references[slot, number] -= 1
+            beams.tables[slot, branch, 0] = new_number(state, slot, 1)
+        for place in range(blocks_of(before, size) - own, blocks_of(after, size) - own):
+            beams.tables[slot, branch, place] = new_number(state, slot, 1)
+
+
 @jitable
 def extend_tables(state: ReplayState, row: int) -> None:
     """The tables of beams that write one token each."""
@@ -115,7 +172,7 @@ def extend_tables(state: ReplayState, row: int) -> None:
             beams.tables[slot, branch, place] = new_number(state, slot, 1)
 
 
-@jitable
+@called
 def reparent(state: ReplayState, row: int) -> None:
     """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child.
 
@@ -187,8 +244,11 @@ def kept_blocks(state: ReplayState, row: int) -> int:
             max(0, (min(full, first_own(state, row)) if is_beam(state, row) else full) - batch.named[row])
         )
     shared = first_own(state, row)
-    own = 0 if is_beam(state, row) else batch.branches[row] * (batch.computed[row] // size - shared)
-    return int(shared - batch.named[row] + own)
+    kept = shared - batch.named[row]
+    if not is_beam(state, row):
+        for branch in range(batch.branches[row]):
+            kept += branch_tokens(state, row, branch, 0) // size - shared
+    return int(kept)
 
 
 # -- parents -----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 
 from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
-from harness.compiled.numba_edge import jitable
-from harness.compiled.pool import release
-from harness.compiled.scheduling import lacking_tokens, move
+from harness.compiled.numba_edge import called, jitable
+from harness.compiled.pool import blocks_of, release
+from harness.compiled.scheduling import lacking_tokens, move, samples
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
@@ -76,9 +76,12 @@ def commit(state: ReplayState, end: int) -> None:
     at, batch = state.at, state.batch
     together, kept, steady = 0, 0, at[STEADY]
     for row in range(at[RUNNING]):
-        samples = batch.query[row] > 0 and batch.query[row] == lacking_tokens(state, row)
-        batch.computed[row] += batch.query[row]
-        if samples:
+        has_token = samples(state, row)
+        if batch.behind[row]:
+            advance_behind(state, row)
+        else:
+            batch.computed[row] += batch.query[row]
+        if has_token:
             together += note_token(state, row, end)
         if batch.generated[row] == state.inputs.output[batch.request[row]]:
             if row < steady:
@@ -86,8 +89,7 @@ def commit(state: ReplayState, end: int) -> None:
                 at[STEADY_ROWS] -= batch.branches[row]
             finish(state, row, end)
         else:
-            if samples:
-                branch(state, row)
+            branch(state, row, has_token)
             move(state, row, kept)
             kept += 1
     at[RUNNING] = kept
@@ -98,12 +100,24 @@ def commit(state: ReplayState, end: int) -> None:
 
 
 @jitable
-def branch(state: ReplayState, row: int) -> None:
-    """`row` has chosen a token and goes on: with the first it forks, and with each later one beams get new parents."""
-    if state.batch.branches[row] > 1:
-        if is_beam(state, row):
+def advance_behind(state: ReplayState, row: int) -> None:
+    """Branches of `row` have computed tokens again; when the last has caught up, they are equally long."""
+    batch = state.batch
+    batch.behind[row] -= batch.query[row]
+    if not batch.behind[row]:
+        batch.computed[row] += batch.generated[row] - 1
+        batch.blocks[row] = blocks_of(batch.computed[row], state.rules.block_size)
+
+
+@jitable
+def branch(state: ReplayState, row: int, has_token: bool) -> None:
+    """`row` goes on: at the end of its prompt it forks, and with each later token beams get new parents."""
+    batch = state.batch
+    request = batch.request[row]
+    if batch.branches[row] > 1:
+        if has_token and is_beam(state, row):
             reparent(state, row)
-    elif state.inputs.width[state.batch.request[row]] > 1:
+    elif state.inputs.width[request] > 1 and batch.computed[row] == state.inputs.prompt[request]:
         fork(state, row)
 
 
@@ -130,11 +144,11 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
     state.at[GAPS] += 1
 
 
-@jitable
+@called
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
     state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
-    release(state, row, kept_blocks(state, row))
+    release(state, row, kept_blocks(state, row), False)
     release_slot(state, row)
     state.requests.finish[state.batch.request[row]] = end
     note_end(state, state.batch.request[row], end)
@@ -156,7 +170,7 @@ def settle(state: ReplayState) -> None:
 def is_steady(state: ReplayState, row: int) -> bool:
     """Whether every branch of `row` computes one token a step from now on, into blocks of its own."""
     batch = state.batch
-    if not batch.generated[row] or lacking_tokens(state, row) != 1:
+    if not batch.generated[row] or batch.behind[row] or lacking_tokens(state, row) != 1:
         return False
     request = batch.request[row]
     if state.inputs.width[request] == 1 and not state.inputs.beam[request]:

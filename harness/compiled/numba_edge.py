@@ -2,14 +2,16 @@
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _JITABLE: list[Callable[..., object]] = []
+_CALLED: list[Callable[..., object]] = []
 
 
 def is_available() -> bool:
@@ -27,6 +29,12 @@ def jitable(function: _Function) -> _Function:
     return function
 
 
+def called(function: _Function) -> _Function:
+    """The same for what runs once a request or less: it is not inlined at every place that calls it."""
+    _CALLED.append(function)
+    return function
+
+
 @cache
 def compiled(function: _Function) -> _Function:
     """`function` as machine code, cached on disk for the next process where the cache folder can be written.
@@ -34,15 +42,65 @@ def compiled(function: _Function) -> _Function:
     The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
     all the rest, because every call passes the whole state. Every function is inlined by LLVM for the same reason: the
     state is some 90 arrays of seven words, which a call passes by value. That takes a thirteenth of the time of calls,
-    and compiling takes as long. None is called from C, so none gets an entry for C: a quarter of the compiling.
+    None is called from C, so none gets an entry for C: a quarter of the compiling.
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
     for each in _JITABLE:
         extending.register_jitable(forceinline=True, no_cfunc_wrapper=True)(each)
+    for each in _CALLED:
+        extending.register_jitable(no_cfunc_wrapper=True)(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
-    machine_code: _Function = numba.njit(cache=kept, _nrt=False)(function)
-    return machine_code
+    machine_code: Any = numba.njit(cache=kept, _nrt=False)(function)
+    compile_whole = machine_code.compile
+
+    def compile_in_one_piece(signature: Any) -> Any:
+        with _only_whole():
+            return compile_whole(signature)
+
+    machine_code.compile = compile_in_one_piece
+    found: _Function = machine_code
+    return found
+
+
+@contextmanager
+def _only_whole() -> Iterator[None]:
+    """Let numba make machine code of the outermost function alone.
+
+    It would also optimise and translate each function that this one contains, with all that those contain: that took
+    as long again as all the rest. The hooks are numba's own and not public; where they are gone, it takes longer.
+    """
+    inner = {each.__name__ for each in (*_JITABLE, *_CALLED)}
+    parts = import_module("numba.core.codegen")
+    library, codegen = getattr(parts, "JITCodeLibrary", None), getattr(parts, "JITCPUCodegen", None)
+    hooks = ((library, "_finalize_final_module"), (library, "_optimize_final_module"), (codegen, "set_env"))
+    if not all(hasattr(owner, name) for owner, name in hooks):
+        yield
+        return
+    finish, optimise, set_env = (getattr(owner, name) for owner, name in hooks)
+
+    def finish_whole(self: Any) -> None:
+        if self.name in inner:
+            self._finalized = True
+        else:
+            finish(self)
+
+    def optimise_whole(self: Any) -> None:
+        if self.name not in inner:
+            optimise(self)
+
+    def set_known(self: Any, name: str, env: Any) -> None:
+        if self._engine.get_global_value_address(name):  # an inner function has none, and needs none
+            set_env(self, name, env)
+
+    own = [vars(owner).get(name) for owner, name in hooks]
+    for (owner, name), hook in zip(hooks, (finish_whole, optimise_whole, set_known), strict=True):
+        setattr(owner, name, hook)
+    try:
+        yield
+    finally:
+        for (owner, name), before in zip(hooks, own, strict=True):
+            delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 def _is_writable(folder: Path) -> bool:

@@ -5,13 +5,14 @@ number; all others are counted. Cached blocks are evicted in the order of `Evict
 first, and from its end.
 """
 
-from harness.compiled.numba_edge import jitable
+from harness.compiled.numba_edge import called, jitable
 from harness.compiled.state import (
     CACHED,
     EMPTY,
     ENTRIES,
     INTERNAL,
     SPARE,
+    SPARE_RUNS,
     TAKEN,
     VOIDED,
     WRITTEN,
@@ -39,13 +40,7 @@ def remove_node(state: ReplayState, node: int) -> None:
     after[before[node]], before[after[node]] = after[node], before[node]
 
 
-@jitable
-def own_node(state: ReplayState, request: int) -> int:
-    """The node of the blocks that only `request` can use."""
-    return len(state.named.name) + request
-
-
-@jitable
+@called
 def evict(state: ReplayState, count: int) -> None:
     """Evict `count` blocks."""
     after, named = state.evictable.after, len(state.named.name)
@@ -55,13 +50,64 @@ def evict(state: ReplayState, count: int) -> None:
         gone = 1
         if node < named:
             forget_name(state, node)
-        else:
-            own = state.requests.own_cached
-            gone = min(count, own[node - named])
-            own[node - named] -= gone
-        if node < named or not own[node - named]:
             remove_node(state, node)
+        else:
+            run = node - named
+            gone = min(count, state.runs.blocks[run])
+            state.runs.blocks[run] -= gone
+            if not state.runs.blocks[run]:
+                drop_run(state, run)
         count -= gone
+
+
+# -- cached blocks without a name --------------------------------------------------------------------------------------
+
+
+@jitable
+def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found: bool) -> None:
+    """`blocks` blocks of a table of `request`, from number `first` on, are cached; `is_found`: it can find them."""
+    at, runs, oldest = state.at, state.runs, state.requests.run
+    at[SPARE_RUNS] -= 1
+    run = runs.spare[at[SPARE_RUNS]]
+    runs.blocks[run], runs.first[run], runs.after[run] = blocks, first, NEVER
+    runs.request[run] = request if is_found else NEVER
+    at[CACHED] += blocks
+    append_node(state, len(state.named.name) + run)
+    if is_found and oldest[request] == NEVER:
+        oldest[request] = run
+    elif is_found:
+        before = oldest[request]
+        while runs.after[before] != NEVER:
+            before = runs.after[before]
+        runs.after[before] = run
+
+
+@jitable
+def drop_run(state: ReplayState, run: int) -> None:
+    """`run` has no block any more."""
+    at, runs, oldest = state.at, state.runs, state.requests.run
+    remove_node(state, len(state.named.name) + run)
+    runs.spare[at[SPARE_RUNS]] = run
+    at[SPARE_RUNS] += 1
+    request = runs.request[run]
+    if request == NEVER:
+        return
+    if oldest[request] == run:
+        oldest[request] = runs.after[run]
+        return
+    before = oldest[request]
+    while runs.after[before] != run:
+        before = runs.after[before]
+    runs.after[before] = runs.after[run]
+
+
+@jitable
+def run_of(state: ReplayState, request: int, place: int) -> int:
+    """The oldest run that holds block number `place` of `request`; else NEVER."""
+    runs, run = state.runs, state.requests.run[request]
+    while run != NEVER and not runs.first[run] <= place < runs.first[run] + runs.blocks[run]:
+        run = runs.after[run]
+    return int(run)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -133,9 +179,17 @@ def named_hits(state: ReplayState, request: int, asked: int) -> int:
 
 
 @jitable
-def own_hits(state: ReplayState, request: int, hits: int) -> int:
-    """Cached blocks behind `hits` named ones that only `request` can use, because a preemption left them."""
-    return int(state.requests.own_cached[request]) if hits == names_of(state, request) else 0
+def own_hits(state: ReplayState, request: int, hits: int, asked: int) -> int:
+    """How many of the `asked` blocks, behind `hits` named ones, only `request` finds: preemptions left them."""
+    runs, place = state.runs, hits
+    if hits < names_of(state, request):
+        return 0
+    while place < asked:
+        run = run_of(state, request, place)
+        if run == NEVER:
+            break
+        place = runs.first[run] + runs.blocks[run]
+    return int(min(place, asked) - hits)
 
 
 @jitable
@@ -159,9 +213,16 @@ def share(state: ReplayState, row: int, hits: int, own: int) -> None:
             revived += 1
         blocks.references[block] += 1
         blocks.held[place] = block
-    if own:
-        remove_node(state, own_node(state, request))
-        state.requests.own_cached[request] = 0
+    runs, place = state.runs, hits
+    while place < hits + own:
+        run = run_of(state, request, place)
+        end = min(runs.first[run] + runs.blocks[run], hits + own)
+        runs.blocks[run] -= end - place
+        if place == runs.first[run]:
+            runs.first[run] = end
+        if not runs.blocks[run]:
+            drop_run(state, run)
+        place = end
     state.batch.named[row] = hits
     state.batch.blocks[row] = state.batch.distinct[row] = hits + own
     state.batch.computed[row] = (hits + own) * state.rules.block_size
@@ -228,24 +289,48 @@ def give_back(state: ReplayState, count: int) -> None:
 
 
 @jitable
-def release(state: ReplayState, row: int, kept: int) -> None:
-    """Release all blocks of `row`. `kept` unnamed ones stay cached: only the request itself can come back for them.
+def branch_tokens(state: ReplayState, row: int, branch: int, more: int) -> int:
+    """Computed tokens of a branch of `row`, once those that catch up have computed `more` tokens."""
+    batch = state.batch
+    if not batch.behind[row]:
+        return int(batch.computed[row])
+    again = batch.generated[row] - 1
+    done = (batch.branches[row] - branch) * again - batch.behind[row] + more
+    return int(batch.computed[row] + min(max(done, 0), again))
 
-    Where it has several branches, each has written into a last block of its own.
+
+@jitable
+def table_totals(state: ReplayState, row: int, more: int) -> tuple[int, int, int]:
+    """Entries of the tables of `row`, slots of its blocks that are not written, and those that never will be; once
+    branches that catch up have computed `more` tokens.
     """
+    batch, size = state.batch, state.rules.block_size
+    copies, final, end = batch.copies[row], final_tokens(state, batch.request[row]), batch.blocks[row] * size
+    entries, unwritten, unfillable = 0, -copies * (end - batch.computed[row]), -copies * max(0, end - final)
+    for branch in range(batch.branches[row]):
+        tokens = branch_tokens(state, row, branch, more)
+        if batch.behind[row]:
+            end = blocks_of(tokens, size) * size
+        entries += end // size
+        unwritten += end - tokens
+        unfillable += max(0, end - final)
+    return entries, unwritten, unfillable
+
+
+@called
+def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
+    """Release all blocks of `row`. `kept` unnamed ones stay cached; `is_found`: the request may come back for them."""
     at, batch, size = state.at, state.batch, state.rules.block_size
-    blocks, request, branches = batch.blocks[row], batch.request[row], batch.branches[row]
     unnamed = batch.distinct[row] - batch.named[row]
+    entries, unwritten, unfillable = table_totals(state, row, 0)
     if kept:
-        state.requests.own_cached[request] = kept
-        append_node(state, own_node(state, request))
-        at[CACHED] += kept
+        add_run(state, batch.request[row], batch.named[row], kept, is_found)
     give_back(state, unnamed - kept)
     gone, last_is_gone = release_named(state, row)
     gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
-    at[ENTRIES] -= branches * blocks
-    at[WRITTEN] -= gone * size - (branches * (blocks * size - batch.computed[row]) if last_is_gone else 0)
-    note_last_blocks(state, row, -branches)
+    at[ENTRIES] -= entries
+    at[WRITTEN] -= gone * size - (unwritten if last_is_gone else 0)
+    at[INTERNAL] -= unfillable
 
 
 @jitable

@@ -8,8 +8,8 @@ from math import sqrt
 import numpy as np
 
 from harness.compiled.numba_edge import jitable
-from harness.compiled.pool import blocks_of
-from harness.compiled.scheduling import lacking_tokens
+from harness.compiled.pool import blocks_of, branch_tokens
+from harness.compiled.scheduling import samples
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
@@ -77,19 +77,27 @@ def add_rows(state: ReplayState) -> None:
         query = batch.query[row]
         if not query:
             continue
-        end = batch.computed[row] + query
-        blocks, branches = blocks_of(end, size), batch.branches[row]
-        entries += branches * blocks
-        if query == lacking_tokens(state, row):
+        end, branches, parts = batch.computed[row] + query, batch.branches[row], 1
+        if samples(state, row):
             sampled += branches
             drawn += branches * state.inputs.drawn[batch.request[row]]
             searching += branches * state.inputs.beam[batch.request[row]]
-        if query == 1:
-            decodes, kv, longest = decodes + branches, kv + branches * end, max(longest, end)
-        else:
-            chunks, chunk_tokens = chunks + 1, chunk_tokens + query
-            chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
-            work += query * (end - (query - 1) / 2)
+        if batch.behind[row]:  # each branch has its own length
+            branches, parts = 1, branches
+        for part in range(parts):
+            if batch.behind[row]:
+                end = branch_tokens(state, row, part, batch.query[row])
+                query = end - branch_tokens(state, row, part, 0)
+                if not query:
+                    continue
+            blocks = blocks_of(end, size)
+            entries += branches * blocks
+            if query == 1:
+                decodes, kv, longest = decodes + branches, kv + branches * end, max(longest, end)
+            else:
+                chunks, chunk_tokens = chunks + 1, chunk_tokens + query
+                chunk_kv, chunk_blocks = chunk_kv + end, chunk_blocks + blocks
+                work += query * (end - (query - 1) / 2)
     tokens, features = decodes + chunk_tokens, state.features
     features[AT.step] = 1
     features[AT.tokens] = tokens

@@ -27,7 +27,6 @@ from harness.compiled.state import (
     SEEN,
     STEPS,
     TAIL,
-    UNFORESEEN,
     Prices,
     ReplayState,
     RequestInputs,
@@ -43,7 +42,7 @@ from harness.replay.recorder import request_columns, step_columns
 
 FOREVER = int(np.iinfo(np.int64).max)
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
-FULL, DONE, PAUSED, TOO_LONG, PREEMPTED_BRANCHES = range(5)  # what `advance` returns
+FULL, DONE, PAUSED, TOO_LONG = range(4)  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 
 
@@ -80,9 +79,7 @@ def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: 
 
 
 def advance(state: ReplayState, num_blocks: int) -> int:
-    """Run steps; returns FULL, DONE, PAUSED, TOO_LONG where the next one would end beyond what the clock counts, or
-    PREEMPTED_BRANCHES.
-    """
+    """Run steps; returns FULL, DONE, PAUSED, or TOO_LONG where the next one would end beyond what the clock counts."""
     at, log = state.at, state.log
     while at[STEPS] < len(log.records) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
         if at[NOW] >= at[PAUSE_AT]:
@@ -90,7 +87,7 @@ def advance(state: ReplayState, num_blocks: int) -> int:
         take_arrivals(state)
         if at[RUNNING] or at[HEAD] < at[TAIL]:
             if not step(state, num_blocks):
-                return PREEMPTED_BRANCHES if at[UNFORESEEN] else TOO_LONG
+                return TOO_LONG
             continue
         due = next_arrival(state)
         if due == NEVER:
@@ -101,10 +98,8 @@ def advance(state: ReplayState, num_blocks: int) -> int:
 
 @jitable
 def step(state: ReplayState, num_blocks: int) -> bool:
-    """Run one step; returns False, and logs nothing, where it would end after LATEST_NS or is UNFORESEEN."""
+    """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
     continue_running(state)
-    if state.at[UNFORESEEN]:
-        return False
     if not state.at[PREEMPTED]:
         admit(state)
     write_features(state, num_blocks)
@@ -118,10 +113,6 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     state.at[SEEN] = state.at[NOW] if state.rules.ahead else state.at[NOW] + took_ns
     state.at[NOW] += took_ns
     return True
-
-
-class BranchesPreemptedError(RuntimeError):
-    """A request of several branches had to be preempted: only the policy core replays that."""
 
 
 @dataclass(frozen=True)
@@ -266,15 +257,12 @@ class CompiledReplay:
 
         Raises:
             TimeSpanError: the replay would last too long.
-            BranchesPreemptedError: the policy core must replay it, into another fold.
         """
         self.state.at[PAUSE_AT] = pause_ns
         while (code := self._advance(self.state, self._pool.num_blocks)) == FULL:
             self._hand_over(fold)
         if code == TOO_LONG:
             raise TimeSpanError
-        if code == PREEMPTED_BRANCHES:
-            raise BranchesPreemptedError
         return code
 
     def close(self, fold: Fold) -> None:

@@ -4,10 +4,17 @@ It does what `engine.core.scheduling.scheduler` does, for requests that are rows
 """
 
 from harness.compiled.arriving import first_waiting, put_back, take_first
-from harness.compiled.branches import extend_branches, kept_blocks, needed_blocks
-from harness.compiled.numba_edge import jitable
+from harness.compiled.branches import (
+    catch_up,
+    extend_branches,
+    kept_blocks,
+    needed_blocks,
+    release_slot,
+)
+from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
     blocks_of,
+    branch_tokens,
     free_blocks,
     name_blocks,
     named_hits,
@@ -30,7 +37,6 @@ from harness.compiled.state import (
     STEADY_ROWS,
     TAIL,
     TAKEN,
-    UNFORESEEN,
     WRITTEN,
     ReplayState,
 )
@@ -38,15 +44,35 @@ from harness.replay.arrivals import NEVER
 
 
 @jitable
-def known_tokens(state: ReplayState, row: int) -> int:
-    """Tokens of `row`: its prompt, and what it has generated."""
-    return int(state.inputs.prompt[state.batch.request[row]] + state.batch.generated[row])
+def lacking_tokens(state: ReplayState, row: int) -> int:
+    """Tokens of `row` to compute before it samples, forks, or has caught up."""
+    batch = state.batch
+    if batch.behind[row]:
+        return int(batch.behind[row])
+    request = batch.request[row]
+    lacking = state.inputs.prompt[request] - batch.computed[row]
+    if (
+        batch.branches[row] == state.inputs.width[request]
+    ):  # else the prompt comes first, also after a preemption
+        lacking += batch.generated[row]
+    return int(lacking)
 
 
 @jitable
-def lacking_tokens(state: ReplayState, row: int) -> int:
-    """Known tokens of `row` that are not computed yet."""
-    return int(known_tokens(state, row) - state.batch.computed[row])
+def samples(state: ReplayState, row: int) -> bool:
+    """Whether the step under way gives each branch of `row` a token."""
+    batch = state.batch
+    if not batch.query[row] or batch.behind[row] or batch.query[row] != lacking_tokens(state, row):
+        return False
+    resumes = batch.generated[row] and batch.branches[row] != state.inputs.width[batch.request[row]]
+    return not resumes
+
+
+@jitable
+def asked_blocks(state: ReplayState, request: int) -> int:
+    """How many blocks of `request` are looked up: one token is left to compute before it samples or forks."""
+    known = state.requests.generated[request] if state.inputs.width[request] == 1 else 0
+    return int((state.inputs.prompt[request] + known - 1) // state.rules.block_size)
 
 
 @jitable
@@ -70,9 +96,8 @@ def continue_running(state: ReplayState) -> None:
     while row < at[RUNNING]:
         tokens = min(lacking_tokens(state, row), at[BUDGET], cap)
         query[row] = 0
-        if tokens <= 0 or (
-            branches[row] > 1 and branches[row] > at[BUDGET]
-        ):  # they sample together or not at all
+        together = branches[row] > 1 and not state.batch.behind[row]  # they sample together or not at all
+        if tokens <= 0 or (together and branches[row] > at[BUDGET]):
             row += 1
             continue
         row = extend_or_preempt(state, row, tokens)
@@ -89,9 +114,6 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
     needed = needed_blocks(state, row, query)
     while needed > free_blocks(state):
         victim = last_in_queue(state, row) if state.rules.ordered else at[RUNNING] - 1
-        if state.batch.branches[victim] > 1:
-            at[UNFORESEEN] = 1
-            return int(at[RUNNING])
         if victim < row:
             take_back(state, victim)
         preempt(state, victim)
@@ -100,7 +122,7 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
         row -= victim < row
     extend(state, row, query)
     if not is_steady:
-        at[BUDGET] -= query * state.batch.branches[row]
+        at[BUDGET] -= query if state.batch.behind[row] else query * state.batch.branches[row]
     return row + 1
 
 
@@ -133,6 +155,9 @@ def take_back(state: ReplayState, row: int) -> None:
 def extend(state: ReplayState, row: int, query: int) -> None:
     """Each branch of `row` computes `query` tokens in this step; the blocks that this needs are free."""
     state.batch.query[row] = query
+    if state.batch.behind[row]:
+        catch_up(state, row, query)
+        return
     if state.batch.branches[row] > 1:
         extend_branches(state, row)
         return
@@ -143,18 +168,21 @@ def extend(state: ReplayState, row: int, query: int) -> None:
     state.at[WRITTEN] += query
 
 
-@jitable
+@called
 def preempt(state: ReplayState, row: int) -> None:
-    """Preempt `row`, which has one branch: it loses its blocks and waits again."""
+    """Preempt `row`: it loses its blocks and waits again. The prompt was computed once for all branches."""
     at, batch, requests = state.at, state.batch, state.requests
     request = batch.request[row]
     if row < at[STEADY]:
         at[STEADY] -= 1
         at[STEADY_ROWS] -= batch.branches[row]
-    release(state, row, kept_blocks(state, row))
+    requests.lost[request] = -(batch.branches[row] - 1) * state.inputs.prompt[request]
+    for branch in range(batch.branches[row]):
+        requests.lost[request] += branch_tokens(state, row, branch, 0)
+    release(state, row, kept_blocks(state, row), True)
+    release_slot(state, row)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
-    requests.lost[request] = batch.computed[row]
     requests.preemptions[request] += 1
     at[SEQUENCES] -= state.inputs.width[request]
     at[PREEMPTED] += 1
@@ -189,12 +217,15 @@ def may_enter(state: ReplayState) -> bool:
     width = state.inputs.width[request]
     if at[SEQUENCES] + width > rules.max_running:
         return False
-    tokens = state.inputs.prompt[request] + state.requests.generated[request]
-    hits = named_hits(state, request, (tokens - 1) // rules.block_size)
-    cached = (hits + own_hits(state, request, hits)) * rules.block_size
+    known = tokens = state.inputs.prompt[request] + state.requests.generated[request]
+    if width > 1:
+        tokens = state.inputs.prompt[request]
+    asked = asked_blocks(state, request)
+    hits = named_hits(state, request, asked)
+    cached = (hits + own_hits(state, request, hits, asked)) * rules.block_size
     if not rules.chunked and tokens - cached > budget:
         return False
-    needed = blocks_of(tokens, rules.block_size)
+    needed = blocks_of(known, rules.block_size)
     first = min(budget, prefill_cap(state))
     if not rules.whole_prompt and cached + first < tokens:
         needed = blocks_of(cached + first, rules.block_size)
@@ -206,7 +237,7 @@ def may_enter(state: ReplayState) -> bool:
     return bool(needed + spare <= free_blocks(state))
 
 
-@jitable
+@called
 def enter(state: ReplayState) -> None:
     """The head of the queue becomes the last row, with its first chunk."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)
@@ -215,11 +246,12 @@ def enter(state: ReplayState) -> None:
     at[ADMITTED] += 1
     at[SEQUENCES] += state.inputs.width[request]
     batch.request[row] = request
-    batch.branches[row], batch.copies[row], batch.slot[row] = 1, 0, NEVER
+    batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
     batch.generated[row] = state.requests.generated[request]
     batch.last_token[row] = state.requests.last_token[request]
-    hits = named_hits(state, request, (known_tokens(state, row) - 1) // state.rules.block_size)
-    share(state, row, hits, own_hits(state, request, hits))
+    asked = asked_blocks(state, request)
+    hits = named_hits(state, request, asked)
+    share(state, row, hits, own_hits(state, request, hits, asked))
     note_entry(state, request, batch.computed[row])
     query = min(lacking_tokens(state, row), at[BUDGET], cap)
     extend(state, row, query)

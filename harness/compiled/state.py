@@ -35,7 +35,7 @@ SEQUENCES = 21  # branches of the running requests; one that has not forked yet 
 STEADY_ROWS = 22  # branches of the leading steady requests
 COPIES = 23  # blocks copied in the step under way
 BEAM_SLOTS = 24  # of `BeamTables`: how many no request has
-UNFORESEEN = 25  # 1 where a request of several branches would have been preempted
+SPARE_RUNS = 25  # numbers of `Runs` that none has
 SEEN = 26  # ns up to which the next step knows of arrivals
 COMING = 27  # requests in `RequestStates.lane`
 DUE = 28  # requests in `ReplayState.arriving`
@@ -48,7 +48,6 @@ _COUNTED = (
     "generated",
     "lost",
     "preemptions",
-    "own_cached",
     "hits",
     "resumed_hits",
     "recomputed",
@@ -124,7 +123,11 @@ class Prices(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The running requests in order of admission, each int64 `[max_rows]`. Their branches have equally many tokens."""
+    """The running requests in order of admission, each int64 `[max_rows]`. Their branches have equally many tokens.
+
+    But after a preemption branches compute their generated tokens again, one branch after the other: `behind` are those
+    that they lack together. Until then `computed` and `blocks` are those of the prompt.
+    """
 
     request: IntArray
     computed: IntArray
@@ -135,7 +138,8 @@ class Batch(NamedTuple):
     copies: IntArray  # shared last blocks that its next step copies
     slot: IntArray  # of a beam request that has forked, in `BeamTables`
     named: IntArray  # leading blocks that have a name
-    query: IntArray  # query tokens in the step under way
+    behind: IntArray
+    query: IntArray  # query tokens in the step under way: of each branch, or of all that catch up
     last_token: IntArray  # ns
 
 
@@ -145,8 +149,8 @@ class RequestStates(NamedTuple):
     `lane` lists them in the order in which they come, and `place` is the place of each of them in it.
 
     The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, tokens
-    generated, tokens whose KV was lost. `own_cached` counts the cached blocks that only the request can use, behind its
-    named ones. The last fields count preemptions, what they cost, and hits.
+    generated, tokens whose KV was lost. `run` is the oldest of its `Runs`. The last fields count preemptions, what they
+    cost, and hits.
     """
 
     scheduled: IntArray
@@ -159,7 +163,7 @@ class RequestStates(NamedTuple):
     last_token: IntArray
     generated: IntArray
     lost: IntArray
-    own_cached: IntArray
+    run: IntArray
     preemptions: IntArray
     hits: IntArray
     resumed_hits: IntArray
@@ -213,10 +217,24 @@ class BeamTables(NamedTuple):
     word: np.ndarray[Any, np.dtype[np.uint64]]  # [1], of the generator
 
 
+class Runs(NamedTuple):
+    """Cached blocks without a name, by tables that were released, int64 `[runs]`; they are evicted from their end.
+
+    They are blocks `first` to `first + blocks - 1` of a table of `request`, which alone finds them; NEVER: nobody does.
+    `after` is its next run in order of release. `spare` is a stack of free numbers.
+    """
+
+    blocks: IntArray
+    first: IntArray
+    request: IntArray
+    after: IntArray
+    spare: IntArray
+
+
 class EvictionList(NamedTuple):
     """A circle of nodes in order of eviction, int64 `[nodes]`; the last node is its beginning and end.
 
-    A node is a named block, by its number, or, behind those, the `own_cached` blocks of a request.
+    A node is a named block, by its number, or, behind those, one of `Runs`.
     """
 
     after: IntArray
@@ -248,6 +266,7 @@ class ReplayState(NamedTuple):
         Heap  # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
     )
     named: NamedBlocks
+    runs: Runs
     evictable: EvictionList
     beams: BeamTables
     log: StepLog
@@ -256,16 +275,23 @@ class ReplayState(NamedTuple):
 def new_state(
     inputs: RequestInputs, rules: Rules, prices: Prices, num_blocks: int, features: int, log_steps: int
 ) -> ReplayState:
-    """A replay at its beginning, over an empty pool; its log holds `log_steps` steps."""
+    """A replay at its beginning, over an empty pool; its log holds `log_steps` steps.
+
+    Where the pool holds all requests, nothing is evicted or preempted: no block gets a name a second time, and each
+    request is released once.
+    """
     num_requests, rows = len(inputs.prompt), rules.max_rows
-    numbers = _numbers(inputs, rules, num_blocks)
+    most = int((-((1 - inputs.prompt - inputs.output) // rules.block_size) * inputs.width).sum())
+    numbers = num_blocks if num_blocks <= most else min(num_blocks, len(inputs.names))
+    runs = min(num_blocks, most if num_blocks <= most else num_requests)
     firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
     at[SPARE] = numbers
     beams = beam_tables(inputs, rules)
     at[BEAM_SLOTS] = len(beams.spare_slots)
-    first_node = numbers + num_requests
+    at[SPARE_RUNS] = runs
+    first_node = numbers + runs
     gaps = 2 * log_steps + rows
     return ReplayState(
         inputs,
@@ -279,6 +305,7 @@ def new_state(
         Heap(*_columns(3, len(inputs.pause_ns))),
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
         _named_blocks(numbers, inputs.names),
+        Runs(*_columns(4, runs), np.arange(runs)),  # type: ignore[call-arg]
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
         beams,
         StepLog(
@@ -287,12 +314,6 @@ def new_state(
             *_columns(2, gaps),
         ),
     )
-
-
-def _numbers(inputs: RequestInputs, rules: Rules, num_blocks: int) -> int:
-    """The most blocks that have a name at once. Where the pool holds all requests, none names a block a second time."""
-    most = -((1 - inputs.prompt - inputs.output) // rules.block_size)
-    return num_blocks if num_blocks <= int(most.sum()) else min(num_blocks, len(inputs.names))
 
 
 def _named_blocks(numbers: int, names: NameArray) -> NamedBlocks:

@@ -20,7 +20,6 @@ from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available
 from harness.compiled.replay import (
     Branches,
-    BranchesPreemptedError,
     CompiledReplay,
     PlainPool,
     PlainRequests,
@@ -98,16 +97,6 @@ def check_compiled(point: Point) -> None:
     reason = _obstacle(point) if point.replay.compiled is Compiled.always else None
     if reason is not None:
         raise _refusal(reason)
-
-
-def refuse_preempted_branches(point: Point) -> None:
-    """A compiled replay met a preemption of several branches: only the policy core replays that.
-
-    Raises:
-        ConfigError: `replay.compiled=always`.
-    """
-    if point.replay.compiled is Compiled.always:
-        raise _refusal("a request with several samples or beams is preempted")
 
 
 def _refusal(reason: str) -> ConfigError:
@@ -310,17 +299,11 @@ def _runs_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> bool
     other ones.
     """
     replays = compiled_replays(point, cost)
-    if not replays:
-        return False
-    try:
-        if len(replays) > 1:
-            run_replicas(replays, folds)
-        else:
-            replays[0].run(folds[0])
-    except BranchesPreemptedError:
-        refuse_preempted_branches(point)
-        return False
-    return True
+    if len(replays) > 1:
+        run_replicas(replays, folds)
+    elif replays:
+        replays[0].run(folds[0])
+    return bool(replays)
 
 
 def optimal_hit_tokens(point: Point, log: RunLog) -> int:

@@ -21,7 +21,6 @@ from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import (
     Branches,
-    BranchesPreemptedError,
     CompiledReplay,
     PlainPool,
     PlainRequests,
@@ -348,34 +347,18 @@ def test_replicas_get_the_requests_that_they_get_of_the_core(
         assert_same(fold.log(), expected.log())
 
 
-def assert_same_or_refused(
-    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: CostModel
-) -> bool:
-    """Whether the compiled replay, which must be equal, refused because branches were preempted."""
-    requests = shared.named(pool.block_size)
-    expected = core_log(requests, limits, pool, cost, shared)
-    try:
-        found = log_of(compiled_replay(requests, limits, pool, cost), pool)
-    except BranchesPreemptedError:
-        assert expected.requests["preemptions"][expected.requests["width"] > 1].sum()
-        return True
-    assert_same(found, expected)
-    return False
-
-
-@settings(max_examples=tier(20, 400))
-@given(branching(), LIMITS, POOLS, st.sampled_from(["expected", "fitted", "roofline"]))
-def test_samples_and_beams_are_replayed_as_the_core_does(
-    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str
+@settings(max_examples=tier(30, 600))
+@given(
+    branching(), LIMITS, POOLS, st.sampled_from(["expected", "fitted", "roofline"]), st.sampled_from([1, 4])
+)
+def test_samples_and_beams_are_replayed_and_preempted_as_the_core_does(
+    shared: Sharing, limits: SchedulerLimits, pool: PlainPool, cost: str, room: int
 ) -> None:
-    assert_same_or_refused(shared, limits, replace(pool, num_blocks=pool.num_blocks * 4), COSTS[cost])
-
-
-@given(branching(), LIMITS, POOLS)
-def test_only_preempted_branches_are_left_to_the_core(
-    shared: Sharing, limits: SchedulerLimits, pool: PlainPool
-) -> None:
-    assert_same_or_refused(shared, limits, pool, COSTS["expected"])
+    pool, requests = replace(pool, num_blocks=pool.num_blocks * room), shared.named(pool.block_size)
+    assert_same(
+        log_of(compiled_replay(requests, limits, pool, COSTS[cost]), pool),
+        core_log(requests, limits, pool, COSTS[cost], shared),
+    )
 
 
 @given(sharing(), st.sampled_from([1, 3, 8, 16]))

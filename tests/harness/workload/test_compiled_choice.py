@@ -56,6 +56,8 @@ def point(*settings: str) -> tuple[Point, CostModel]:
         ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
         ("decoding=beam", "workload.prefix_share=0.5"),
         ("decoding=beam", "decoding.beam_churn=0.6", "cache.block_size=8"),
+        ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
+        ("decoding=sample", "decoding.n=4", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
         ("scheduler.async_scheduling=true", "workload.request_rate=40", "workload.prefix_share=0.5"),
         ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
         ("trace=chat", "replay.mode=sessions"),
@@ -93,10 +95,6 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         ),
         (("decoding=speculative", "decoding.acceptance=0.5"), "requests have drafts"),
         (("decoding.beam_width=2", "cache.copy_at_fork=true"), "branches copy their blocks"),
-        (
-            ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
-            "a request with several samples or beams is preempted",
-        ),
         (("cache=contiguous_max",), "it is not paged"),
         (("scheduler=static",), "batching is not continuous"),
         (("replay.duration_s=5",), "stops early"),
@@ -145,16 +143,6 @@ def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(compiled, "SHARING_FROM", 1)
     workload, cost = point("decoding.beam_width=2", "cache.copy_at_fork=true")
     assert not compiled.compiled_replays(workload, cost)
-
-
-def test_auto_goes_on_in_the_core_where_branches_are_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "SHARING_FROM", 1)
-    settings = ("decoding.beam_width=4", "cache.pool_tokens=9000", "cache.max_model_len=8192")
-    workload, cost = point(*settings)
-    assert compiled.compiled_replays(workload, cost)
-    core = simulate_metrics(replace(workload, replay=replace(workload.replay, compiled=Compiled.never)), cost)
-    assert core.metrics["preemptions"] > 0
-    assert repr(simulate_metrics(workload, cost).metrics) == repr(core.metrics)
 
 
 def test_without_numba_the_core_replays_and_always_says_what_is_missing(
