@@ -23,6 +23,11 @@ def is_available() -> bool:
     return True
 
 
+def is_cached() -> bool:
+    """Whether machine code of these sources is on disk."""
+    return any(_cache_dir().glob("**/*.nbc"))
+
+
 def jitable(function: _Function) -> _Function:
     """Mark `function` as callable from compiled code; in Python it stays as it is."""
     _JITABLE.append(function)

@@ -17,7 +17,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.names import BlockNames
-from harness.compiled.numba_edge import is_available
+from harness.compiled.numba_edge import is_available, is_cached
 from harness.compiled.replay import (
     Branches,
     CompiledReplay,
@@ -48,9 +48,8 @@ from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import TraceRequest
 
-COMPILED_FROM = (
-    5_000  # requests; loading the compiled code takes a second, and compiling it once takes some more
-)
+COMPILED_FROM = 5_000  # requests; loading the compiled code takes a second
+COMPILING = 60_000  # requests that the policy core replays while the code is compiled once
 SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
 
 
@@ -77,7 +76,24 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
 def _is_small(point: Point) -> bool:
     """Whether `engine.core` replays the workload before the compiled code is loaded."""
     count = len(point.trace.requests)
-    return count < SHARING_FROM or (count < COMPILED_FROM and not _is_slow_in_the_core(point))
+    if count < SHARING_FROM or (count < COMPILED_FROM and not _is_slow_in_the_core(point)):
+        return True
+    return not _pays(count)
+
+
+def _pays(count: int) -> bool:
+    """Whether to replay `count` requests compiled, which is free where the code is on disk.
+
+    Where it is not, the process compiles when the core has replayed as many as take as long as compiling, so that a
+    sweep of small points comes to it, too.
+    """
+    if is_cached():
+        return True
+    _LEFT_TO_CORE.append(count)
+    return sum(_LEFT_TO_CORE) >= COMPILING
+
+
+_LEFT_TO_CORE: list[int] = []  # requests of each replay that could have been compiled
 
 
 def _is_slow_in_the_core(point: Point) -> bool:

@@ -32,6 +32,7 @@ PLAIN = (
 @pytest.fixture(autouse=True)
 def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By day Python runs the loop: to compile it takes longer than all tests here, and `test_compiled.py` does."""
+    monkeypatch.setattr(compiled, "is_cached", lambda: True)
     if not NIGHT:
         monkeypatch.setattr("harness.compiled.replay.compiled", lambda function: function)
 
@@ -127,6 +128,16 @@ def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(compiled, "SHARING_FROM", 10)
     workload, cost = point()
     assert compiled.compiled_replays(workload, cost)
+
+
+def test_auto_compiles_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
+    monkeypatch.setattr(compiled, "SHARING_FROM", 10)
+    monkeypatch.setattr(compiled, "is_cached", lambda: False)
+    monkeypatch.setattr(compiled, "COMPILING", 150)
+    monkeypatch.setattr(compiled, "_LEFT_TO_CORE", [])
+    of_sixty_requests = point()
+    assert [bool(compiled.compiled_replays(*of_sixty_requests)) for _ in range(3)] == [False, False, True]
 
 
 def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
