@@ -19,6 +19,7 @@ from harness.compiled.state import (
     HITS,
     INTERNAL,
     LAST_END,
+    MOVED,
     NOW,
     PREEMPTED,
     RUNNING,
@@ -26,6 +27,7 @@ from harness.compiled.state import (
     STEADY,
     STEADY_ROWS,
     STEPS,
+    SWAPPED,
     TAIL,
     TAKEN,
     VOIDED,
@@ -57,7 +59,7 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.admitted] = at[ADMITTED]
     record[COLUMN.hit_tokens] = at[HITS]
     record[COLUMN.running] = at[RUNNING]
-    record[COLUMN.waiting] = at[TAIL] - at[HEAD]
+    record[COLUMN.waiting] = at[TAIL] - at[HEAD] + at[SWAPPED]
     record[COLUMN.token] = at[WRITTEN]
     record[COLUMN.cached] = at[CACHED] * size
     record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL]
@@ -67,7 +69,7 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.physical_blocks] = used
     state.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
-    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = 0
+    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = at[MOVED] = 0
 
 
 @jitable

@@ -16,6 +16,7 @@ from harness.compiled.state import (
     COPIES,
     EMPTY,
     ENTRIES,
+    MOVED,
     RUNNING,
     TAKEN,
     VOIDED,
@@ -59,6 +60,8 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
     features[AT.new_blocks] = state.at[TAKEN]
     features[AT.copied_slots] = state.at[COPIES] * size
     features[AT.freed_slots] = state.at[VOIDED] * size
+    features[AT.swapped_slots] = state.at[MOVED] * size
+    features[AT.swapped_blocks] = state.at[MOVED]
     features[AT.admitted_tokens] = 0
     for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
         features[AT.admitted_tokens] += state.inputs.prompt[state.batch.request[row]]
@@ -143,12 +146,13 @@ def price(state: ReplayState) -> tuple[float, float]:
 
 @jitable
 def roofline(state: ReplayState) -> tuple[float, float]:
-    """`RooflineCost.price` where nothing is swapped."""
+    """`RooflineCost.price`."""
     features = state.features
     rates = state.prices.rates
     token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
     host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
     reduce_s, overlaps, decode_kv_s, copy_s = rates[9], rates[10], rates[11], rates[12]
+    swap_s, transfer_s = rates[13], rates[14]
     prompts = max(features[AT.prefill_kv] * kv_s, features[AT.prefill_work] * pair_s)
     decodes = max(features[AT.decode_kv] * decode_kv_s, features[AT.decode_kv] * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[AT.rows] * row_s)
@@ -163,6 +167,7 @@ def roofline(state: ReplayState) -> tuple[float, float]:
     seconds = dense + attention_s + features[AT.copied_slots] * copy_s + host_s
     if reduce_s or link_s:
         seconds = seconds + (features[AT.tokens] * link_s + reduce_s)
+    seconds = seconds + (features[AT.swapped_slots] * swap_s + features[AT.swapped_blocks] * transfer_s)
     return seconds, attention_s
 
 

@@ -8,17 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.options import SchedulerLimits, Scheduling
+from engine.core.options import Preemption, SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import compiled, jitable
 from harness.compiled.pricing import note_prefill, price, write_features
-from harness.compiled.scheduling import admit, continue_running
+from harness.compiled.scheduling import continue_running, swap_in_and_admit
 from harness.compiled.state import (
     ENDED,
     GAPS,
     HEAD,
+    HOST,
     LAST_END,
     NOW,
     PAUSE_AT,
@@ -26,6 +27,7 @@ from harness.compiled.state import (
     RUNNING,
     SEEN,
     STEPS,
+    SWAPPED,
     TAIL,
     Prices,
     ReplayState,
@@ -85,7 +87,7 @@ def advance(state: ReplayState, num_blocks: int) -> int:
         if at[NOW] >= at[PAUSE_AT]:
             return PAUSED
         take_arrivals(state)
-        if at[RUNNING] or at[HEAD] < at[TAIL]:
+        if at[RUNNING] or at[HEAD] < at[TAIL] or at[SWAPPED]:
             if not step(state, num_blocks):
                 return TOO_LONG
             continue
@@ -101,7 +103,7 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
     continue_running(state)
     if not state.at[PREEMPTED]:
-        admit(state)
+        swap_in_and_admit(state)
     write_features(state, num_blocks)
     seconds, attention_s = price(state)
     if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
@@ -186,7 +188,8 @@ class PlainRequests:
 
 @dataclass(frozen=True)
 class PlainPool:
-    """A paged pool; `keeps` says whether released blocks stay cached until they are evicted.
+    """A paged pool; `keeps` says whether released blocks stay cached until they are evicted. `host_blocks` are for
+    swapping.
 
     Without a prefix cache, give requests without names.
     """
@@ -194,6 +197,7 @@ class PlainPool:
     num_blocks: int
     block_size: int
     keeps: bool
+    host_blocks: int = 0
 
 
 class CompiledReplay:
@@ -237,12 +241,13 @@ class CompiledReplay:
             survivors=branches.survivors(),
             evenness=branches.evenness(),
             request_id=requests.request_id,
-            priority=ones if requests.priority is None else requests.priority,
+            priority=ones if requests.priority is None or not rules.by_priority else requests.priority,
             fits=fits,
             first_name=first_name,
             names=names,
         )
         self.state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
+        self.state.at[HOST] = pool.host_blocks
         open_lane(self.state, waiting.users)
         self._advance = advance_with or compiled(advance)
         self._played = self._handed = 0  # steps and requests that a fold has got
@@ -299,7 +304,9 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchrono
         block_size=pool.block_size,
         keeps=int(pool.keeps),
         ahead=int(asynchronous),
-        ordered=int(limits.policy is Scheduling.priority),
+        ordered=int(limits.policy is Scheduling.priority or limits.preemption is Preemption.swap),
+        by_priority=int(limits.policy is Scheduling.priority),
+        swaps=int(limits.preemption is Preemption.swap),
     )
 
 

@@ -3,7 +3,7 @@
 It does what `engine.core.scheduling.scheduler` does, for requests that are rows of lengths.
 """
 
-from harness.compiled.arriving import first_waiting, put_back, take_first
+from harness.compiled.arriving import first_waiting, pop, push, put_back, take_first
 from harness.compiled.branches import (
     catch_up,
     extend_branches,
@@ -29,12 +29,15 @@ from harness.compiled.state import (
     BUDGET,
     HEAD,
     HITS,
+    HOST,
+    MOVED,
     NOW,
     PREEMPTED,
     RUNNING,
     SEQUENCES,
     STEADY,
     STEADY_ROWS,
+    SWAPPED,
     TAIL,
     TAKEN,
     WRITTEN,
@@ -113,7 +116,7 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
     at, is_steady = state.at, row < state.at[STEADY]
     needed = needed_blocks(state, row, query)
     while needed > free_blocks(state):
-        victim = last_in_queue(state, row) if state.rules.ordered else at[RUNNING] - 1
+        victim = last_in_queue(state, row) if state.rules.by_priority else at[RUNNING] - 1
         if victim < row:
             take_back(state, victim)
         preempt(state, victim)
@@ -170,7 +173,10 @@ def extend(state: ReplayState, row: int, query: int) -> None:
 
 @called
 def preempt(state: ReplayState, row: int) -> None:
-    """Preempt `row`: it loses its blocks and waits again. The prompt was computed once for all branches."""
+    """Preempt `row`: it loses its blocks and waits again. The prompt was computed once for all branches.
+
+    What has generated tokens is saved where preempted requests are swapped and host memory has room.
+    """
     at, batch, requests = state.at, state.batch, state.requests
     request = batch.request[row]
     if row < at[STEADY]:
@@ -179,7 +185,8 @@ def preempt(state: ReplayState, row: int) -> None:
     requests.lost[request] = -(batch.branches[row] - 1) * state.inputs.prompt[request]
     for branch in range(batch.branches[row]):
         requests.lost[request] += branch_tokens(state, row, branch, 0)
-    release(state, row, kept_blocks(state, row), True)
+    swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[HOST]
+    release(state, row, kept_blocks(state, row), not swaps)
     release_slot(state, row)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
@@ -189,7 +196,76 @@ def preempt(state: ReplayState, row: int) -> None:
     at[RUNNING] -= 1
     for place in range(row, at[RUNNING]):
         move(state, place + 1, place)
-    put_back(state, request)
+    if swaps:
+        push(state.swapped, at[SWAPPED], state.inputs.priority[request], requests.place[request], request)
+        at[SWAPPED] += 1
+        move_blocks(state, -blocks_of(requests.lost[request], state.rules.block_size))
+    else:
+        put_back(state, request)
+
+
+@jitable
+def move_blocks(state: ReplayState, freed: int) -> None:
+    """Move blocks between device and host, where `freed` are free then, or taken if negative."""
+    state.at[HOST] += freed
+    state.at[MOVED] += abs(freed)
+
+
+@jitable
+def swap_in_and_admit(state: ReplayState) -> None:
+    """Bring requests back from host memory, then admit, but none while one is still there."""
+    at = state.at
+    while at[BUDGET] > 0 and at[SWAPPED] and may_return(state):
+        swap_in(state)
+    if not at[SWAPPED]:
+        admit(state)
+
+
+@jitable
+def may_return(state: ReplayState) -> bool:
+    """Whether the batch has room for the first swapped request, and its blocks and those of its next step are free."""
+    at, rules, size = state.at, state.rules, state.rules.block_size
+    request = state.swapped.request[0]
+    computed = state.requests.lost[request]
+    needed = (
+        blocks_of(computed, size) + (computed % size == 0) + (rules.watermark_blocks if at[RUNNING] else 0)
+    )
+    has_room = at[SEQUENCES] + state.inputs.width[request] <= rules.max_running
+    return bool(has_room and needed <= free_blocks(state))
+
+
+@called
+def swap_in(state: ReplayState) -> None:
+    """The first swapped request becomes the last row again; its blocks are new, and full ones get names."""
+    at, batch, cap = state.at, state.batch, prefill_cap(state)
+    request, row = pop(state.swapped, at[SWAPPED]), at[RUNNING]
+    at[SWAPPED] -= 1
+    computed = state.requests.lost[request]
+    blocks = blocks_of(computed, state.rules.block_size)
+    place_row(state, request)
+    batch.computed[row], batch.blocks[row], batch.distinct[row], batch.named[row] = computed, 0, 0, 0
+    take(state, row, blocks)
+    at[TAKEN] -= blocks
+    at[WRITTEN] += computed
+    name_blocks(state, row, computed)
+    move_blocks(state, blocks)
+    query = min(lacking_tokens(state, row), at[BUDGET], cap)
+    batch.query[row] = 0
+    if needed_blocks(state, row, query) <= free_blocks(state):
+        extend(state, row, query)
+        at[BUDGET] -= query
+
+
+@jitable
+def place_row(state: ReplayState, request: int) -> None:
+    """`request`, which has one branch, becomes the last row; it has no blocks yet."""
+    at, batch, row = state.at, state.batch, state.at[RUNNING]
+    at[RUNNING] += 1
+    at[SEQUENCES] += state.inputs.width[request]
+    batch.request[row] = request
+    batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
+    batch.generated[row] = state.requests.generated[request]
+    batch.last_token[row] = state.requests.last_token[request]
 
 
 @jitable
@@ -242,13 +318,8 @@ def enter(state: ReplayState) -> None:
     """The head of the queue becomes the last row, with its first chunk."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)
     request, row = take_first(state), at[RUNNING]
-    at[RUNNING] += 1
     at[ADMITTED] += 1
-    at[SEQUENCES] += state.inputs.width[request]
-    batch.request[row] = request
-    batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
-    batch.generated[row] = state.requests.generated[request]
-    batch.last_token[row] = state.requests.last_token[request]
+    place_row(state, request)
     asked = asked_blocks(state, request)
     hits = named_hits(state, request, asked)
     share(state, row, hits, own_hits(state, request, hits, asked))

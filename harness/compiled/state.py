@@ -42,7 +42,10 @@ DUE = 28  # requests in `ReplayState.arriving`
 NEXT = 29  # requests that were in it so far
 PAUSE_AT = 30  # ns from which no step may begin before `advance` returns
 BUDGET = 31  # query tokens that the step under way can still take
-NUM_SCALARS = 32
+SWAPPED = 32  # requests whose blocks are in host memory
+HOST = 33  # free blocks there
+MOVED = 34  # blocks moved between device and host in the step under way
+NUM_SCALARS = 35
 
 _COUNTED = (
     "generated",
@@ -90,8 +93,9 @@ class RequestInputs(NamedTuple):
 class Rules(NamedTuple):
     """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1.
 
-    With `ahead` a step is scheduled while the one before it runs. With `ordered` requests wait in the order of their
-    priorities, and the last of that order is preempted; else they wait in order of arrival.
+    With `ahead` a step is scheduled while the one before it runs. With `by_priority` the request that is last in queue
+    order is preempted, else the one that was admitted last. With `ordered` requests may come back in another order than
+    that of their preemptions. With `swaps` preempted ones are saved in host memory as far as there is room.
     """
 
     budget: int
@@ -105,6 +109,8 @@ class Rules(NamedTuple):
     keeps: int  # whether released blocks stay findable until they are taken again
     ahead: int
     ordered: int
+    by_priority: int
+    swaps: int
 
 
 class Prices(NamedTuple):
@@ -265,6 +271,7 @@ class ReplayState(NamedTuple):
     waiting: (
         Heap  # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
     )
+    swapped: Heap  # the same of those in host memory; `RequestStates.lost` are their computed tokens
     named: NamedBlocks
     runs: Runs
     evictable: EvictionList
@@ -304,6 +311,7 @@ def new_state(
         RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
         Heap(*_columns(3, len(inputs.pause_ns))),
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
+        Heap(*_columns(3, num_requests if rules.swaps else 0)),
         _named_blocks(numbers, inputs.names),
         Runs(*_columns(4, runs), np.arange(runs)),  # type: ignore[call-arg]
         EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),

@@ -165,8 +165,8 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "scheduler.preemption",
-        lambda a: _if(a.scheduler.preemption is Preemption.swap, "swap"),
-        {Way.compiled: "preempted requests are swapped out"},
+        lambda a: _if(a.scheduler.preemption is not Preemption.recompute and a.several, a.scheduler.preemption),
+        {Way.compiled: "several sequences may be swapped out"},
     ),
     Capability(
         "scheduler.static_batch",

@@ -172,7 +172,8 @@ class RooflineCost:
         """What the compiled replay prices with beside `reading`, in seconds.
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row; slot that is copied.
+        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row; slot that is copied; slot
+        and block that are swapped.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
@@ -180,6 +181,8 @@ class RooflineCost:
             float(self.device.overlaps),
             self._decode_kv_s,
             self._copy_s,
+            self._swap_s,
+            self._transfer_s,
         )
 
     def price(self, features: Sequence[Amount]) -> Price:

@@ -206,13 +206,13 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
     """The compiled replay of `requests` on the workload's pool; `obstacle()` must be None."""
     from harness.compiled.pricing import prices_of
 
-    pool, prices = point.pool, prices_of(cost)
+    pool, prices, cache = point.pool, prices_of(cost), point.deployment.cache
     assert prices is not None
-    keeps = pool.prefix_caching and point.deployment.cache.retention is Retention.lru
+    keeps = pool.prefix_caching and cache.retention is Retention.lru
     return CompiledReplay(
         requests,
         point.limits,
-        PlainPool(pool.num_blocks, pool.block_size, keeps),
+        PlainPool(pool.num_blocks, pool.block_size, keeps, cache.host_tokens // pool.block_size),
         prices,
         asynchronous=point.deployment.scheduler.async_scheduling,
     )

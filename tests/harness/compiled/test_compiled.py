@@ -13,7 +13,7 @@ from tiers import tier
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Decoding, Retention, SchedulerLimits, Scheduling
+from engine.core.options import Decoding, Preemption, Retention, SchedulerLimits, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled import pool as compiled_pool
@@ -230,7 +230,10 @@ def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
 
 def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
     retention = Retention.lru if pool.keeps else Retention.none
-    return Scheduler(PagedManager(pool.num_blocks, pool.block_size, retention=retention), limits)
+    manager = PagedManager(
+        pool.num_blocks, pool.block_size, retention=retention, host_blocks=pool.host_blocks
+    )
+    return Scheduler(manager, limits)
 
 
 def core_log(
@@ -309,12 +312,14 @@ def test_shared_prefixes_are_replayed_as_the_core_does(
 
 @settings(max_examples=tier(20, 400))
 @given(st.data(), sharing(), LIMITS, POOLS, st.booleans())
-def test_requests_that_wait_priorities_and_steps_scheduled_ahead_are_replayed_as_the_core_does(
+def test_waiting_priorities_swapping_and_steps_scheduled_ahead_are_replayed_as_the_core_does(
     data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, asynchronous: bool
 ) -> None:
     count = len(shared.salts)
     priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
-    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
+    pool = replace(pool, host_blocks=data.draw(st.sampled_from([0, 3, 12, 100])))
+    preemption = data.draw(st.sampled_from(Preemption))
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)), preemption=preemption)
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
