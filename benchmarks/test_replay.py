@@ -39,14 +39,14 @@ COMPILED = {
     "async": (*SHARED, "scheduler.async_scheduling=true"),
     "closed loop": (*SHARED, "replay=closed", "replay.users=64"),
     "priority": (*FULL, "scheduler.policy=priority"),
+    "kept by ttl": (*FULL, "cache.keep=ttl", "cache.keep_s=30"),
+    "pinned": (*FULL, "cache.keep=pin"),
     "swap": (*FULL, "scheduler.preemption=swap", "cache.host_tokens=65536"),
     "4 replicas": (*SHARED, "device.data_parallel=4", "workload.request_rate=80"),
 }
 """What can be replayed in machine code, too."""
 FAMILIES = {
     **COMPILED,
-    "kept by ttl": (*FULL, "cache.keep=ttl", "cache.keep_s=30"),
-    "pinned": (*FULL, "cache.keep=pin"),
     "drafts": (*SHARED, "decoding=speculative", "decoding.acceptance=0.7"),
     "groups of gpt-oss": (*SHARED, "model=gpt_oss_20b", "cache.groups=uniform"),
     "groups of Gemma 3": (*SHARED, "model=gemma3_12b", "cache.groups=uniform"),

@@ -11,9 +11,12 @@ from harness.compiled.state import (
     EMPTY,
     ENTRIES,
     INTERNAL,
+    NOW,
+    PIN,
     SPARE,
     SPARE_RUNS,
     TAKEN,
+    TTL,
     VOIDED,
     WRITTEN,
     ReplayState,
@@ -24,10 +27,12 @@ from harness.replay.arrivals import NEVER
 
 
 @jitable
-def append_node(state: ReplayState, node: int) -> None:
-    """Let `node` be evicted last."""
-    after, before = state.evictable
-    end = len(after) - 1
+def append_node(state: ReplayState, node: int, rank: int) -> None:
+    """Let `node` be evicted as the last of its rank."""
+    after, before, since = state.evictable
+    if rank and state.rules.keep == TTL:
+        since[node] = state.at[NOW]
+    end = len(after) - 1 - rank
     last = before[end]
     after[last], before[node] = node, last
     after[node], before[end] = end, node
@@ -36,7 +41,7 @@ def append_node(state: ReplayState, node: int) -> None:
 @jitable
 def remove_node(state: ReplayState, node: int) -> None:
     """Take `node` out of the order."""
-    after, before = state.evictable
+    after, before, _ = state.evictable
     after[before[node]], before[after[node]] = after[node], before[node]
 
 
@@ -45,8 +50,13 @@ def evict(state: ReplayState, count: int) -> None:
     """Evict `count` blocks."""
     after, named = state.evictable.after, len(state.named.name)
     state.at[CACHED] -= count
+    if state.rules.keep == TTL:
+        expire(state)
     while count:
-        node = after[len(after) - 1]
+        end = len(after) - 1
+        while after[end] == end:
+            end -= 1
+        node = after[end]
         gone = 1
         if node < named:
             forget_name(state, node)
@@ -60,11 +70,30 @@ def evict(state: ReplayState, count: int) -> None:
         count -= gone
 
 
+@jitable
+def expire(state: ReplayState) -> None:
+    """Blocks of sessions whose time is over fall to the lowest rank, behind what is there."""
+    after, _, since = state.evictable
+    kept = len(after) - 2
+    while after[kept] != kept and state.at[NOW] - since[after[kept]] >= state.rules.keep_ns:
+        node = after[kept]
+        remove_node(state, node)
+        append_node(state, node, 0)
+
+
+@jitable
+def rank_of(state: ReplayState, request: int, index: int) -> int:
+    """The rank of block `index` of those that `request` leaves in the cache."""
+    if state.rules.keep == PIN:
+        return int(index < state.rules.pinned)
+    return int(state.inputs.rank[request])
+
+
 # -- cached blocks without a name --------------------------------------------------------------------------------------
 
 
 @jitable
-def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found: bool) -> None:
+def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found: bool, rank: int) -> None:
     """`blocks` blocks of a table of `request`, from number `first` on, are cached; `is_found`: it can find them."""
     at, runs, oldest = state.at, state.runs, state.requests.run
     at[SPARE_RUNS] -= 1
@@ -72,7 +101,7 @@ def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found:
     runs.blocks[run], runs.first[run], runs.after[run] = blocks, first, NEVER
     runs.request[run] = request if is_found else NEVER
     at[CACHED] += blocks
-    append_node(state, len(state.named.name) + run)
+    append_node(state, len(state.named.name) + run, rank)
     if is_found and oldest[request] == NEVER:
         oldest[request] = run
     elif is_found:
@@ -323,8 +352,13 @@ def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
     at, batch, size = state.at, state.batch, state.rules.block_size
     unnamed = batch.distinct[row] - batch.named[row]
     entries, unwritten, unfillable = table_totals(state, row, 0)
-    if kept:
-        add_run(state, batch.request[row], batch.named[row], kept, is_found)
+    request, first = batch.request[row], batch.named[row]
+    before = last_references(state, row) if state.rules.keep == PIN else 0
+    near = min(kept, max(0, state.rules.pinned - before))  # in another rank than the rest
+    if kept > near:
+        add_run(state, request, first + near, kept - near, is_found, rank_of(state, request, before + near))
+    if near:
+        add_run(state, request, first, near, is_found, rank_of(state, request, before))
     give_back(state, unnamed - kept)
     gone, last_is_gone = release_named(state, row)
     gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
@@ -334,10 +368,22 @@ def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
 
 
 @jitable
+def last_references(state: ReplayState, row: int) -> int:
+    """How many named blocks `row` alone refers to."""
+    named, count = state.named, 0
+    first = state.inputs.first_name[state.batch.request[row]]
+    for place in range(first, first + state.batch.named[row]):
+        count += named.references[named.held[place]] == 1
+    return count
+
+
+@jitable
 def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
     """Drop the references of `row`; returns how many blocks have none any more, and whether the last one has none."""
     at, named = state.at, state.named
-    first, gone, last_is_gone = state.inputs.first_name[state.batch.request[row]], 0, False
+    request, gone, last_is_gone = state.batch.request[row], 0, False
+    first = state.inputs.first_name[request]
+    left = last_references(state, row) if state.rules.keep == PIN else 0
     for index in range(state.batch.named[row] - 1, -1, -1):
         block = named.held[first + index]
         named.references[block] -= 1
@@ -346,7 +392,7 @@ def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
         gone += 1
         last_is_gone = last_is_gone or index == state.batch.named[row] - 1
         if state.rules.keeps:
-            append_node(state, block)
+            append_node(state, block, rank_of(state, request, left - gone))
             at[CACHED] += 1
         else:
             forget_name(state, block)

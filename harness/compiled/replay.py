@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from engine.core.options import Preemption, SchedulerLimits, Scheduling
+from engine.core.options import Keep, Preemption, SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.names import BlockNames
@@ -23,12 +23,16 @@ from harness.compiled.state import (
     LAST_END,
     NOW,
     PAUSE_AT,
+    PIN,
     PREEMPTED,
+    PRIORITY,
+    RECENT,
     RUNNING,
     SEEN,
     STEPS,
     SWAPPED,
     TAIL,
+    TTL,
     Prices,
     ReplayState,
     RequestInputs,
@@ -187,6 +191,23 @@ class PlainRequests:
 
 
 @dataclass(frozen=True)
+class Keeping:
+    """Which cached blocks are evicted last (`engine.core.memory.eviction.KeepQueue`).
+
+    `rank`, int64 `[requests]`, is 1 for requests of a session with `ttl`, and with `priority` the place of the
+    request's priority, the least important first. `seconds` is of `ttl`, `pinned` blocks of `pin`.
+    """
+
+    rule: Keep
+    rank: IntArray
+    seconds: float = 0.0
+    pinned: int = 0
+
+
+_KEEP = {Keep.ttl: TTL, Keep.pin: PIN, Keep.priority: PRIORITY}
+
+
+@dataclass(frozen=True)
 class PlainPool:
     """A paged pool; `keeps` says whether released blocks stay cached until they are evicted. `host_blocks` are for
     swapping.
@@ -198,6 +219,7 @@ class PlainPool:
     block_size: int
     keeps: bool
     host_blocks: int = 0
+    keeping: Keeping | None = None
 
 
 class CompiledReplay:
@@ -242,6 +264,7 @@ class CompiledReplay:
             evenness=branches.evenness(),
             request_id=requests.request_id,
             priority=ones if requests.priority is None or not rules.by_priority else requests.priority,
+            rank=pool.keeping.rank if pool.keeping else 0 * ones,
             fits=fits,
             first_name=first_name,
             names=names,
@@ -293,6 +316,7 @@ class CompiledReplay:
 
 def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchronous: bool) -> Rules:
     """The limits as numbers. Those of running requests are at most what there is, so that large ones cost no memory."""
+    keeping = pool.keeping
     return Rules(
         budget=limits.max_batched_tokens,
         max_rows=min(limits.max_running, len(width)),
@@ -307,6 +331,10 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchrono
         ordered=int(limits.policy is Scheduling.priority or limits.preemption is Preemption.swap),
         by_priority=int(limits.policy is Scheduling.priority),
         swaps=int(limits.preemption is Preemption.swap),
+        keep=_KEEP[keeping.rule] if keeping else RECENT,
+        keep_ns=round(keeping.seconds * 1e9) if keeping else 0,
+        pinned=keeping.pinned if keeping and keeping.rule is Keep.pin else 0,
+        ranks=max(2, int(keeping.rank.max(initial=0)) + 1) if keeping else 1,
     )
 
 

@@ -57,6 +57,9 @@ _COUNTED = (
 )  # of `RequestStates`; they start at 0
 
 
+RECENT, TTL, PIN, PRIORITY = range(4)  # `Rules.keep`
+
+
 class RequestInputs(NamedTuple):
     """The requests in order of arrival, each int64 `[requests]`; `fits` is 0 for those that can never be served.
 
@@ -85,6 +88,7 @@ class RequestInputs(NamedTuple):
     evenness: FloatArray
     request_id: IntArray
     priority: IntArray
+    rank: IntArray  # of its cached blocks, but for PIN: the lowest are evicted first
     fits: IntArray
     first_name: IntArray  # int64 [requests + 1]
     names: NameArray  # int32
@@ -111,6 +115,10 @@ class Rules(NamedTuple):
     ordered: int
     by_priority: int
     swaps: int
+    keep: int  # the rule by which cached blocks are kept: RECENT, TTL, PIN, PRIORITY
+    keep_ns: int  # of TTL
+    pinned: int  # blocks, of PIN
+    ranks: int
 
 
 class Prices(NamedTuple):
@@ -238,13 +246,15 @@ class Runs(NamedTuple):
 
 
 class EvictionList(NamedTuple):
-    """A circle of nodes in order of eviction, int64 `[nodes]`; the last node is its beginning and end.
+    """For each rank a circle of nodes in order of eviction, int64 `[nodes]`; its beginning and end is the last node
+    for the lowest rank, the one before for the next, and so on.
 
-    A node is a named block, by its number, or, behind those, one of `Runs`.
+    A node is a named block, by its number, or, behind those, one of `Runs`. `since` is when it came, ns, for TTL alone.
     """
 
     after: IntArray
     before: IntArray
+    since: IntArray
 
 
 class StepLog(NamedTuple):
@@ -285,12 +295,12 @@ def new_state(
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps.
 
     Where the pool holds all requests, nothing is evicted or preempted: no block gets a name a second time, and each
-    request is released once.
+    request is released once, as one run, or two with PIN.
     """
     num_requests, rows = len(inputs.prompt), rules.max_rows
     most = int((-((1 - inputs.prompt - inputs.output) // rules.block_size) * inputs.width).sum())
     numbers = num_blocks if num_blocks <= most else min(num_blocks, len(inputs.names))
-    runs = min(num_blocks, most if num_blocks <= most else num_requests)
+    runs = min(num_blocks, most if num_blocks <= most else 2 * num_requests)
     firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
@@ -298,7 +308,7 @@ def new_state(
     beams = beam_tables(inputs, rules)
     at[BEAM_SLOTS] = len(beams.spare_slots)
     at[SPARE_RUNS] = runs
-    first_node = numbers + runs
+    nodes = numbers + runs + rules.ranks
     gaps = 2 * log_steps + rows
     return ReplayState(
         inputs,
@@ -314,7 +324,7 @@ def new_state(
         Heap(*_columns(3, num_requests if rules.swaps else 0)),
         _named_blocks(numbers, inputs.names),
         Runs(*_columns(4, runs), np.arange(runs)),  # type: ignore[call-arg]
-        EvictionList(*(np.full(first_node + 1, first_node, dtype=np.int64) for _ in range(2))),
+        EvictionList(np.arange(nodes), np.arange(nodes), *_columns(1, nodes if rules.keep == TTL else 0)),
         beams,
         StepLog(
             np.zeros((log_steps, len(STEP_RECORD)), dtype=np.int64),

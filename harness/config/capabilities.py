@@ -232,7 +232,16 @@ TABLE: tuple[Capability, ...] = (
         "cache.keep",
         lambda a: _if(a.cache.keep is not Keep.recent, a.cache.keep),
         {Way.measured: _ALONE, Way.groups: "its order is that of one block table", Way.replicas: _ONE,
-         Way.client: _UNKNOWN, Way.compiled: "cached blocks are kept by a rule"},
+         Way.client: _UNKNOWN},
+    ),
+    Capability(
+        "cache.keep",
+        lambda a: _if(
+            a.cache.keep is Keep.superseded
+            or (a.cache.keep is not Keep.recent and (a.several or a.scheduler.preemption is not Preemption.recompute)),
+            a.cache.keep,
+        ),
+        {Way.compiled: "kept blocks depend on later turns, or on several sequences or swapped ones"},
     ),
     Capability(
         "cache.answers",

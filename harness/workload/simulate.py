@@ -12,7 +12,7 @@ import numpy as np
 import simpy
 
 from engine.core.memory.eviction import EvictionQueue
-from engine.core.options import Decoding, Retention, Scheduling
+from engine.core.options import Decoding, Keep, Retention, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -21,6 +21,7 @@ from harness.compiled.numba_edge import is_available, is_cached
 from harness.compiled.replay import (
     Branches,
     CompiledReplay,
+    Keeping,
     PlainPool,
     PlainRequests,
     Waiting,
@@ -28,7 +29,7 @@ from harness.compiled.replay import (
 from harness.compiled.replicas import run_replicas
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
-from harness.config.schema import Compiled, ReplayMode
+from harness.config.schema import CacheConfig, Compiled, ReplayMode
 from harness.console import install_hint
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
@@ -212,10 +213,27 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
     return CompiledReplay(
         requests,
         point.limits,
-        PlainPool(pool.num_blocks, pool.block_size, keeps, cache.host_tokens // pool.block_size),
+        PlainPool(
+            pool.num_blocks,
+            pool.block_size,
+            keeps,
+            cache.host_tokens // pool.block_size,
+            _keeping(cache, point.trace.requests, pool.block_size),
+        ),
         prices,
         asynchronous=point.deployment.scheduler.async_scheduling,
     )
+
+
+def _keeping(cache: CacheConfig, rows: Sequence[TraceRequest], block_size: int) -> Keeping | None:
+    """The rule by which cached blocks are kept; None for the least recently released."""
+    if cache.keep is Keep.recent:
+        return None
+    if cache.keep is Keep.priority:
+        rank = np.unique([-row.priority for row in rows], return_inverse=True)[1]
+    else:
+        rank = np.array([row.session is not None for row in rows])
+    return Keeping(cache.keep, rank.astype(np.int64), cache.keep_s, cache.keep_tokens // block_size)
 
 
 Observe = Callable[[Scheduler], Observer]
@@ -294,7 +312,8 @@ def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Run
 
 def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) -> dict[str, Any]:
     client, live = point.beam_client(point.workload.genealogy(cost.source)), dict[int, Request]()
-    single = point.replay.residency is not None  # a fast-forward would take all its blocks at one time
+    # A fast-forward would take and release all its blocks at one time.
+    single = point.replay.residency is not None or point.deployment.cache.keep is Keep.ttl
     executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
 

@@ -12,8 +12,9 @@ from sim_cases import play
 from tiers import tier
 
 from engine.core.identity import KeyIdentity
+from engine.core.memory.eviction import EvictionQueue, KeepQueue, TurnOf
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Decoding, Preemption, Retention, SchedulerLimits, Scheduling
+from engine.core.options import Decoding, Keep, Preemption, Retention, SchedulerLimits, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled import pool as compiled_pool
@@ -22,6 +23,7 @@ from harness.compiled.pricing import prices_of
 from harness.compiled.replay import (
     Branches,
     CompiledReplay,
+    Keeping,
     PlainPool,
     PlainRequests,
     Waiting,
@@ -228,10 +230,10 @@ def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
     return Sessions([Turn(*turn) for turn in zip(timed, parents, pauses, strict=True)])
 
 
-def core_parts(limits: SchedulerLimits, pool: PlainPool) -> Scheduler:
+def core_parts(limits: SchedulerLimits, pool: PlainPool, eviction: EvictionQueue | None = None) -> Scheduler:
     retention = Retention.lru if pool.keeps else Retention.none
     manager = PagedManager(
-        pool.num_blocks, pool.block_size, retention=retention, host_blocks=pool.host_blocks
+        pool.num_blocks, pool.block_size, retention=retention, host_blocks=pool.host_blocks, eviction=eviction
     )
     return Scheduler(manager, limits)
 
@@ -323,6 +325,29 @@ def test_waiting_priorities_swapping_and_steps_scheduled_ahead_are_replayed_as_t
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
+    assert_same(log_of(found, pool), expected)
+
+
+@settings(max_examples=tier(20, 400))
+@given(st.data(), sharing(), LIMITS, POOLS, st.sampled_from([Keep.ttl, Keep.pin, Keep.priority]))
+def test_cached_blocks_are_kept_by_the_rules_of_the_core(
+    data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, rule: Keep
+) -> None:
+    count = len(shared.salts)
+    priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
+    seconds, pinned = data.draw(st.sampled_from([0.0, 0.002, 0.1])), data.draw(st.integers(0, 6))
+    requests = replace(shared.named(pool.block_size), priority=priority)
+    ids, env, live = requests.request_id.tolist(), simpy.Environment(initial_time=0), dict[int, Request]()
+    turns = {request_id: TurnOf("s", 1) for request_id, level in zip(ids, priority, strict=True) if level > 1}
+    queue = KeepQueue(rule, turns, seconds=seconds, pinned=pinned, clock=lambda: int(env.now))
+    rank = np.unique(-priority, return_inverse=True)[1] if rule is Keep.priority else priority > 1
+    keeping = Keeping(rule, rank.astype(np.int64), seconds, pinned)
+    fast = rule is not Keep.ttl
+    executor = SimulatedExecutor(COSTS["expected"], live, pool.block_size, GENEALOGY, fast_forward=fast)
+    scheduler, timed = core_parts(limits, pool, queue), core_requests(requests, shared)
+    expected = play(timed, scheduler, executor, live=live, env=env)
+    found = compiled_replay(requests, limits, replace(pool, keeping=keeping), COSTS["expected"])
     assert_same(log_of(found, pool), expected)
 
 
