@@ -4,7 +4,7 @@ waiting users, and for turns of conversations.
 
 import numpy as np
 
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import jitable
 from harness.compiled.state import (
     ARRIVED,
     COMING,
@@ -70,7 +70,7 @@ def send(state: ReplayState, request: int, at_ns: int) -> None:
     at[NEXT] += 1
 
 
-@called
+@jitable
 def take_arrivals(state: ReplayState) -> None:
     """Queue the requests that the next step sees; those that can never be served end at once."""
     at, arrival_ns, requests = state.at, state.inputs.arrival_ns, state.requests

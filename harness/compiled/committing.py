@@ -5,7 +5,7 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 
 from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of, release
 from harness.compiled.scheduling import lacking_tokens, move, samples
 from harness.compiled.state import (
@@ -146,7 +146,7 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
     state.at[GAPS] += 1
 
 
-@called
+@jitable
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
     state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]

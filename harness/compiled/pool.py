@@ -346,7 +346,7 @@ def table_totals(state: ReplayState, row: int, more: int) -> tuple[int, int, int
     return entries, unwritten, unfillable
 
 
-@called
+@jitable
 def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
     """Release all blocks of `row`. `kept` unnamed ones stay cached; `is_found`: the request may come back for them."""
     at, batch, size = state.at, state.batch, state.rules.block_size

@@ -313,7 +313,7 @@ def may_enter(state: ReplayState) -> bool:
     return bool(needed + spare <= free_blocks(state))
 
 
-@called
+@jitable
 def enter(state: ReplayState) -> None:
     """The head of the queue becomes the last row, with its first chunk."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)

@@ -40,7 +40,7 @@ from traces.synth.tables import (
     text_tokens,
     zipf_place,
 )
-from traces.trace import AFTER, CONTENT, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import AFTER, CONTENT, Segment, Trace, TraceHeader, TraceRequest, new_request
 
 CHAT = "chat"
 _STARTS = ArrivalProcess("poisson", 0.2)
@@ -242,7 +242,7 @@ def _lengths_only(
     lengths = [np.maximum(np.rint(side), 1).astype(np.int64).tolist() for side in drawn]
     columns = zip(process.times_us(count, seed), *lengths, strict=True)
     return tuple(
-        TraceRequest(number, arrival_us, prompt, output, (Segment(None, prompt),))
+        new_request(number, arrival_us, prompt, output, (Segment(None, prompt),))
         for number, (arrival_us, prompt, output) in enumerate(columns)
     )
 
