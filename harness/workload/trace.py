@@ -154,24 +154,30 @@ def _sharing(config: RunConfig) -> PrefixSharing | None:
 
 
 class RecentTraces:
-    """The traces that were used last: at most `traces`, and as many as have `requests` requests together."""
+    """The traces that were used last: at most `traces`, and as many as have `requests` requests together.
 
-    def __init__(self, traces: int, requests: int) -> None:
+    The last `least` are kept however large they are.
+    """
+
+    def __init__(self, traces: int, requests: int, least: int = 1) -> None:
         self._most = traces, requests
+        self._least = least
         self._kept: dict[Any, Trace] = {}
         self.requests = 0  # of all kept traces
 
     def get(self, key: Any, make: Callable[[], Trace]) -> Trace:
-        """The trace of `key`, made where it is not kept. The last one is kept however large it is."""
+        """The trace of `key`, made where it is not kept."""
         known = self._kept.pop(key, None)
         trace = self._kept[key] = make() if known is None else known
         self.requests += len(trace.requests) if known is None else 0
-        while len(self._kept) > 1 and (len(self._kept) > self._most[0] or self.requests > self._most[1]):
+        while len(self._kept) > self._least and (
+            len(self._kept) > self._most[0] or self.requests > self._most[1]
+        ):
             self.requests -= len(self._kept.pop(next(iter(self._kept))).requests)
         return trace
 
 
-_SOURCES, _RESHAPED = RecentTraces(8, 200_000), RecentTraces(64, 200_000)  # some 400 MB
+_SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_000)  # some 200 MB
 
 
 def _reshaped(
@@ -184,8 +190,8 @@ def _reshaped(
     rate: float | None,
     seed: int,
 ) -> Trace:
-    taken = _SOURCES.get((source, num_requests), lambda: _taken(source, num_requests))
-    trace = scale_lengths(taken, length_scale)
+    trace = _SOURCES.get((source, num_requests), lambda: _taken(source, num_requests))
+    trace = scale_lengths(trace, length_scale)
     if prefix_share is not None:
         trace = share_prefixes(trace, prefix_share, num_prefixes, zipf, seed)
     return set_rate(trace, rate) if rate is not None else trace
