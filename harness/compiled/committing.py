@@ -78,8 +78,8 @@ def commit(state: ReplayState, end: int) -> None:
     at, batch = state.at, state.batch
     together, kept, steady = 0, 0, at[STEADY]
     for row in range(at[RUNNING]):
-        has_token = samples(state, row)
-        if batch.behind[row]:
+        has_token = row < steady or samples(state, row)
+        if row >= steady and batch.behind[row]:
             advance_behind(state, row)
         else:
             batch.computed[row] += batch.query[row]
@@ -91,7 +91,8 @@ def commit(state: ReplayState, end: int) -> None:
                 at[STEADY_ROWS] -= batch.branches[row]
             finish(state, row, end)
         else:
-            branch(state, row, has_token)
+            if row >= steady:
+                branch(state, row, has_token)
             move(state, row, kept)
             kept += 1
     at[RUNNING] = kept

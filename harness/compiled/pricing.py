@@ -18,6 +18,7 @@ from harness.compiled.state import (
     ENTRIES,
     MOVED,
     RUNNING,
+    STEADY,
     TAKEN,
     VOIDED,
     Prices,
@@ -81,7 +82,7 @@ def add_rows(state: ReplayState) -> None:
         if not query:
             continue
         end, branches, parts = batch.computed[row] + query, batch.branches[row], 1
-        if samples(state, row):
+        if row < state.at[STEADY] or samples(state, row):
             sampled += branches
             drawn += branches * state.inputs.drawn[batch.request[row]]
             searching += branches * state.inputs.beam[batch.request[row]]
