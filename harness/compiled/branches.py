@@ -172,7 +172,7 @@ def extend_tables(state: ReplayState, row: int) -> None:
             beams.tables[slot, branch, place] = new_number(state, slot, 1)
 
 
-@called
+@jitable
 def reparent(state: ReplayState, row: int) -> None:
     """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child.
 
