@@ -463,8 +463,8 @@ def test_what_is_compiled_is_what_python_says() -> None:
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     from harness.compiled import committing
 
-    def forgets_one(run: object, row: int, kept: int) -> None:
-        compiled_pool.release(run, row, kept)  # type: ignore[arg-type]
+    def forgets_one(run: object, row: int, kept: int, is_found: bool) -> None:
+        compiled_pool.release(run, row, kept, is_found)  # type: ignore[arg-type]
         run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
     monkeypatch.setattr(committing, "release", forgets_one)
