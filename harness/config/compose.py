@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.core.options import CachePolicy, GroupPages, Keep
 from engine.runtime.options import Dtype
-from harness.config.checkpoint import CheckpointFacts
+from harness.config.checkpoint import read_checkpoint
 from harness.config.errors import ConfigError
 from harness.config.execution import applicable
 from harness.config.groups import conf_dir
@@ -312,24 +312,24 @@ def _dtype_of_checkpoint(config: "RunConfig | DictConfig") -> str | None:
     if not config.model.path:
         return None
     try:
-        facts = CheckpointFacts(config.model.path)
+        found = read_checkpoint(config.model.path)
     except ConfigError:
         return None  # the check of the model says what is wrong with the file
-    if facts.dtype is None:
+    if found.dtype is None:
         if not config.measure and config.device.name != CPU and config.model.dtype == Dtype.float32:
             raise ConfigError(
                 "model.dtype",
-                f"{facts.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
+                f"{found.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
                 "for a GPU needs it; add model.dtype=bfloat16 (or float16, float32)",
             )
         return None
-    if not isinstance(facts.dtype, str) or facts.dtype not in Dtype.__members__:
+    if not isinstance(found.dtype, str) or found.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)
         raise ConfigError(
             "model.dtype",
-            f"found {facts.dtype!r} in {facts.file}; allowed: {allowed}. Name one of them to convert the weights",
+            f"found {found.dtype!r} in {found.file}; allowed: {allowed}. Name one of them to convert the weights",
         )
-    return facts.dtype
+    return found.dtype
 
 
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:

@@ -6,7 +6,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from harness.config.checkpoint import CheckpointFacts
+from harness.config.checkpoint import read_checkpoint
+from harness.config.errors import ConfigError
 from harness.config.schema import WeightDtype
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 
@@ -38,6 +39,66 @@ _LINEAR = "linear_attention"
 _MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
+_MOST = 10**9  # of any number of a shape; more is a mistake, and sizes in bytes would not fit 64 bits
+
+
+class CheckpointFacts:
+    """The facts of the checkpoint folder `path`, asked under the names that its family uses.
+
+    Families of transformers call the same number differently (`n_embd`, `d_model`, `hidden_size`). A missing or
+    impossible number is refused, because a default in its place would be a silent error.
+
+    Raises:
+        ConfigError: config.json cannot be read, or is no object. `key` is the setting that named the folder.
+    """
+
+    def __init__(self, path: str, key: str = "model.path") -> None:
+        self._key = key
+        self._read = read_checkpoint(path, key)
+        self._facts = self._read.text
+
+    def get(self, name: str) -> Any:
+        """The value under `name`, or None."""
+        return self._facts.get(name)
+
+    @property
+    def family(self) -> str:
+        """transformers' model_type."""
+        return str(self._facts.get("model_type") or self._read.whole.get("model_type") or "")
+
+    def wrong(self, name: str, allowed: str) -> ConfigError:
+        """The error of the value under `name`; `allowed` says what it must be."""
+        return ConfigError(self._key, f"{self._read.file}: {name} is {self.get(name)!r}, must be {allowed}")
+
+    def number(self, *names: str, most: int = _MOST) -> int:
+        """The first of `names` that is given: a whole number from 1 to `most`.
+
+        Raises:
+            ConfigError: none is given.
+        """
+        found = self.maybe(*names, most=most)
+        if found is None:
+            raise ConfigError(
+                self._key,
+                f"{self._read.file}: has none of {', '.join(names)}, so the model's shape is not known",
+            )
+        return found
+
+    def maybe(self, *names: str, most: int = _MOST) -> int | None:
+        """The same, or None where none is given.
+
+        Raises:
+            ConfigError: it is no whole number, below 1, or above `most`.
+        """
+        name = next((name for name in names if self._facts.get(name) is not None), None)
+        if name is None:
+            return None
+        value = self._facts[name]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(name, "a whole number of at least 1")
+        if value > most:
+            raise self.wrong(name, f"at most {most:,}")
+        return value
 
 
 def bits_of(kind: WeightDtype, group: int) -> float | None:

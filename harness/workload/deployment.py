@@ -28,7 +28,6 @@ from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
-from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.groups import DEPLOYED
 from harness.config.schema import (
@@ -48,7 +47,14 @@ from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
 from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
-from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
+from harness.workload.architecture import (
+    TIED,
+    UNGATED,
+    CheckpointFacts,
+    bits_of,
+    checkpoint_shape,
+    unknown_parts,
+)
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
