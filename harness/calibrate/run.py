@@ -31,7 +31,6 @@ from harness.calibrate.store import calibration_fingerprint, measured_table, sav
 from harness.cost.fitted import FittedCost, fit_cost, held_out_error
 from harness.cost.grid import Grid, GridPoint, grid_of
 from harness.cost.table import TableCost
-from harness.environment import device_identity
 from harness.measure.engine import measure
 from harness.measure.executor import Reading
 from harness.metrics import METRICS
@@ -476,7 +475,7 @@ def full_calibration(
     stability = stability_of([*passes.probes, *beside], load)
     facts = {
         "what": "non-negative least squares on measured steps",
-        "device": device_identity(deployment.engine.device),
+        "device": deployment.device_at_hand,
         "clock": str(deployment.clock_used),
         "cases": [f"{entry.case.name}: {entry.case.requests} requests" for entry in timed],
         **({"yardstick_s": list(reference)} if reference else {"probe_s": pace}),

@@ -14,7 +14,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
 from harness.cost.table import TableCost
-from harness.environment import code_version, device_identity, versions
+from harness.environment import code_version, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
@@ -42,7 +42,7 @@ def calibration_fingerprint(deployment: Deployment) -> str:
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
         "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
-        "device": device_identity(engine.device),
+        "device": deployment.device_at_hand,
         "clock": str(deployment.clock_used),
         "yardstick": deployment.has_yardstick,
         "budget": deployment.scheduler.max_batched_tokens,

@@ -18,7 +18,6 @@ from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
 from harness.config.errors import ConfigError
 from harness.config.schema import Clock
-from harness.environment import engine_device
 from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
 from harness.replay.features import FeatureMeter
@@ -36,16 +35,16 @@ def loaded_model(deployment: Deployment) -> LoadedModel:
     """The model on its device, loaded once per process; threads are set each time."""
     import torch
 
-    if (device := engine_device(deployment.engine.device)) == "cpu":
+    if deployment.runs_on == "cpu":
         torch.set_num_threads(deployment.engine.threads)
-    return _loaded(model_spec(deployment.model), device)
+    return _loaded(model_spec(deployment.model), deployment.runs_on)
 
 
 def draft_model(deployment: Deployment, loaded: LoadedModel) -> LoadedModel:
     """The model that proposes tokens: the configured checkpoint, or the model itself."""
     if (path := deployment.decoding.draft_path) is None:
         return loaded
-    return _loaded(model_spec(draft_of(deployment.model, path)), engine_device(deployment.engine.device))
+    return _loaded(model_spec(draft_of(deployment.model, path)), deployment.runs_on)
 
 
 @lru_cache(maxsize=2)

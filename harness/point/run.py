@@ -12,7 +12,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineConfig, ModelConfig, OracleEngine, RunConfig
 from harness.console import remark
-from harness.environment import code_version, device_identity
+from harness.environment import code_version
 from harness.metrics.record import PointRecord
 from harness.oracle.check import compare as compare_with_vllm
 from harness.oracle.check import vllm_version
@@ -56,9 +56,9 @@ def point_identity(config: RunConfig) -> dict[str, str]:
     if needs_fit(deployment):
         identity["calibration"] = calibration_fingerprint(deployment)
     if takes_timed_kernels(deployment):
-        from harness.calibrate.kernel_table import kernels_digest
+        from harness.cost.kernel_table import read_kernels
 
-        identity["kernels"] = kernels_digest(deployment)
+        identity["kernels"] = read_kernels(str(config.cost.kernels)).digest
     if kind is CostKind.operators:
         from harness.cost.operators import operators_digest
 
@@ -70,7 +70,7 @@ def point_identity(config: RunConfig) -> dict[str, str]:
     if config.decoding.beam_parents:
         identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
     if config.measure:
-        identity |= {"device": device_identity(config.engine.device), "clock": str(deployment.clock_used)}
+        identity |= {"device": deployment.device_at_hand, "clock": str(deployment.clock_used)}
         identity["engine"] = " ".join(engine_kernels(config.engine))
     return identity
 

@@ -175,17 +175,27 @@ class Deployment:
         return _device_shape(self)
 
     @property
+    def runs_on(self) -> str:
+        """Where the engine runs: `cuda` or `cpu`."""
+        return engine_device(self.engine.device)
+
+    @property
+    def device_at_hand(self) -> str:
+        """The name of the device that the engine runs on."""
+        return device_identity(self.engine.device)
+
+    @property
     def clock_used(self) -> Clock:
         """The clock; `auto` is CPU-seconds of the engine's thread where that does all work, else wall time."""
         if self.clock is not Clock.auto:
             return self.clock
-        single = engine_device(self.engine.device) == "cpu" and self.engine.threads == 1
+        single = self.runs_on == "cpu" and self.engine.threads == 1
         return Clock.cpu if single else Clock.wall
 
     @property
     def has_yardstick(self) -> bool:
         """Whether a yardstick between the steps follows the pace (`cost.follow_pace`). It describes a core, no GPU."""
-        return self.cost.follow_pace and engine_device(self.engine.device) == "cpu"
+        return self.cost.follow_pace and self.runs_on == "cpu"
 
     @property
     def is_at_hand(self) -> bool:
@@ -198,9 +208,9 @@ class Deployment:
         name = self.device.name.lower()
         if name == EngineDevice.cpu.value:
             return True
-        if engine_device(self.engine.device) == "cpu":
+        if self.runs_on == "cpu":
             return False
-        parts, words = name.split("_"), re.findall(r"[a-z0-9]+", device_identity(self.engine.device).lower())
+        parts, words = name.split("_"), re.findall(r"[a-z0-9]+", self.device_at_hand.lower())
         sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
         same_memory = sizes[0] == sizes[1] or not all(sizes)
         pcie = ("pcie" in words) == ("pcie" in parts)
