@@ -168,8 +168,9 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
         revised(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
         for request in trace.requests
     )
-    recorded = (len(requests) - 1) / span_us * 1e6
-    return trace.changed(requests, f"time scaled from {recorded:.4g} to {requests_per_s:.4g} requests/s")
+    return trace.changed(
+        requests, f"time scaled from {trace.mean_rate:.4g} to {requests_per_s:.4g} requests/s"
+    )
 
 
 def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:

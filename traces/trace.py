@@ -142,6 +142,12 @@ class Trace:
         lengths = np.array([s.tokens * 2 + (s.key is None) for s in segments], dtype=np.int64)
         return [np.array(rows, dtype=np.int64).ravel(), keys, lengths]
 
+    @property
+    def mean_rate(self) -> float | None:
+        """Requests per second between the first arrival and the last; None where all arrive at one instant."""
+        span_us = self.requests[-1].arrival_us - self.requests[0].arrival_us if self.requests else 0
+        return (len(self.requests) - 1) / span_us * 1e6 if span_us else None
+
     def changed(self, requests: tuple[TraceRequest, ...], sentence: str, **header: object) -> "Trace":
         """This trace with other requests, and a sentence that says what changed. `header` replaces header fields."""
         changes = (*self.header.changes, sentence)

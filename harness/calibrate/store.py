@@ -37,7 +37,9 @@ class CalibrationError(RuntimeError):
 
 def calibration_fingerprint(deployment: Deployment) -> str:
     """A digest of all that step times depend on: model, engine settings, device, versions, code."""
-    model, engine = deployment.model, deployment.engine
+    model, engine, decoding = deployment.model, deployment.engine, deployment.decoding
+    # the model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter
+    draft = checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
@@ -46,19 +48,11 @@ def calibration_fingerprint(deployment: Deployment) -> str:
         "clock": str(deployment.clock_used),
         "yardstick": deployment.has_yardstick,
         "budget": deployment.scheduler.max_batched_tokens,
-        "draft": _draft_stamp(deployment),
+        "draft": draft if decoding.draft_tokens else None,
         "versions": versions(),
         "code": code_version(CODE),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
-
-
-def _draft_stamp(deployment: Deployment) -> str | None:
-    """The model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter."""
-    decoding = deployment.decoding
-    if not decoding.draft_tokens:
-        return None
-    return checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
 
 
 def calibration_path(deployment: Deployment) -> Path:

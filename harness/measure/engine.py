@@ -20,12 +20,13 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Clock
 from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
+from harness.replay.executors import Executor, PinnedEnds
 from harness.replay.features import FeatureMeter
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment, draft_of, model_spec
 from harness.workload.point import Point
-from harness.workload.simulate import Observe, new_log, replay_point, with_ends
+from harness.workload.simulate import Observe, new_log, replay_point
 from traces.tokens import token_ids
 
 _WARM_UP = 6  # requests
@@ -37,7 +38,7 @@ def loaded_model(deployment: Deployment) -> LoadedModel:
 
     if deployment.runs_on == "cpu":
         torch.set_num_threads(deployment.engine.threads)
-    return _loaded(model_spec(deployment.model), deployment.runs_on)
+    return _loaded(deployment.model_spec, deployment.runs_on)
 
 
 def draft_model(deployment: Deployment, loaded: LoadedModel) -> LoadedModel:
@@ -92,7 +93,9 @@ def measure(
     with _no_collection():
         live: dict[int, Request] = {}
         meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
-        executor = with_ends(point, MeasuredExecutor(runner, clock, meter, yardstick), live)
+        executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
+        if workload.drawn.survival:
+            executor = PinnedEnds(executor, workload.drawn.survival, live)
         same = FixedDurations(executor, step_ns) if step_ns else None
         recording, kept = PlanRecording(client.chosen if client else None), new_log(point)
         beside = replay_point(

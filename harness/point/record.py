@@ -10,7 +10,7 @@ from engine.core.options import CachePolicy, Decoding
 from harness.environment import environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
-from harness.metrics.log import Outcome, RunLog
+from harness.metrics.log import RunLog
 from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
@@ -44,7 +44,6 @@ def make_record(
     deployment, trace, analytic = point.deployment, point.trace, _analytic(point)
     measured = [compute_metrics(run.log) for run in runs]
     comparison = compare(analytic, simulated.metrics, measured)
-    kernels = {"engine_kernels": engine_kernels(deployment.engine)} if runs else {}
     return PointRecord(
         name=point.name,
         trace={
@@ -56,12 +55,13 @@ def make_record(
             "realised_prefix_share": realised_prefix_share(trace),
         },
         pool=_pool_section(point) | (_engine_note(deployment) if runs else {}),
-        environment=environment(deployment.engine.device, str(deployment.clock_used)) | kernels,
+        environment=environment(deployment.engine.device, str(deployment.clock_used))
+        | ({"engine_kernels": engine_kernels(deployment.engine)} if runs else {}),
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
         outcome={
             "simulated": dict(simulated.outcome),
             "measured": min(
-                (_counts(run.log) for run in runs), key=lambda counts: counts["finished"], default=None
+                (run.log.outcomes for run in runs), key=lambda counts: counts["finished"], default=None
             ),
             "dropped": sum(trace.header.dropped.values()),
         },
@@ -128,11 +128,6 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
         f"{pool.kv_bytes_per_token:,}; cache.groups=uniform keeps latent vectors"
     )
     return {"note": f"{pool.note}; {words}" if pool.note else words}
-
-
-def _counts(log: RunLog) -> dict[str, int]:
-    outcomes = log.requests["outcome"]
-    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
 
 
 def _analytic(point: Point) -> dict[str, float]:

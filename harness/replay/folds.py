@@ -139,10 +139,8 @@ class Prediction:
 
 def prediction_of(log: RunLog, source: CostSource) -> Prediction:
     """The prediction that a kept run log stands for."""
-    outcomes = log.requests["outcome"]
-    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-    totals = step_totals(as_floats(log.steps))
-    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), totals, log)
+    beyond, totals = extrapolated(source, log.steps), step_totals(as_floats(log.steps))
+    return Prediction(compute_metrics(log), log.outcomes, beyond, totals, log)
 
 
 class Fold(Protocol):

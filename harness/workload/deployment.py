@@ -175,6 +175,11 @@ class Deployment:
         return _device_shape(self)
 
     @property
+    def model_spec(self) -> ModelSpec:
+        """The engine's description of the model."""
+        return model_spec(self.model)
+
+    @property
     def runs_on(self) -> str:
         """Where the engine runs: `cuda` or `cpu`."""
         return engine_device(self.engine.device)

@@ -13,7 +13,6 @@ import simpy
 
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.options import Decoding, Retention, Scheduling
-from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.names import BlockNames
@@ -26,9 +25,8 @@ from harness.console import install_hint
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
-from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel
-from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
+from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
 from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay
@@ -87,16 +85,6 @@ def check_compiled(point: Point) -> None:
     reason = _obstacle(point) if point.replay.compiled is Compiled.always else None
     if reason is not None:
         raise _refusal(reason)
-
-
-def refuse_preempted_branches(point: Point) -> None:
-    """A compiled replay met a preemption of several branches: only the policy core replays that.
-
-    Raises:
-        ConfigError: `replay.compiled=always`.
-    """
-    if point.replay.compiled is Compiled.always:
-        raise _refusal("a request with several samples or beams is preempted")
 
 
 def _refusal(reason: str) -> ConfigError:
@@ -255,7 +243,8 @@ def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True
     if _runs_compiled(point, cost, compiled):
         return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
     if point.replicas > 1:
-        return prediction_of(_simulate_replicas(point, cost, fast_forward), cost.source).without_rows()
+        log = _simulate_replicas(point, cost, fast_forward)
+        return prediction_of(log, cost.source).without_rows()
     _simulated(point, cost, core, fast_forward)
     return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
 
@@ -268,7 +257,8 @@ def _runs_compiled(point: Point, cost: CostModel, fold: Fold) -> bool:
     try:
         compiled.run(fold)
     except BranchesPreemptedError:
-        refuse_preempted_branches(point)
+        if point.replay.compiled is Compiled.always:
+            raise _refusal("a request with several samples or beams is preempted") from None
         return False
     return True
 
@@ -352,35 +342,3 @@ def simulated_executor(
         acceptance=drawn.accepted(cost.source),
         window=point.pool.window,
     )
-
-
-class PinnedEnds(Executor):
-    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
-
-    max_steps = 1
-
-    def __init__(self, engine: Executor, ends: BranchEnds) -> None:
-        self._engine = engine
-        self._ends = ends
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._engine.begin()
-
-    def unclocked(self, look: Callable[[], None]) -> None:
-        """Call `look`, outside of the engine's time."""
-        self._engine.unclocked(look)
-
-    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Run the plan, and end branches with it."""
-        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))
-
-    def end(self) -> StepTiming:
-        """The engine's time."""
-        return self._engine.end()
-
-
-def with_ends(point: Point, engine: Executor, requests: Mapping[int, Request]) -> Executor:
-    """The engine, with sampled branches that end as drawn where the workload draws their ends."""
-    survival = point.workload.drawn.survival
-    return PinnedEnds(engine, BranchEnds(survival, requests)) if survival else engine

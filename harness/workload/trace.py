@@ -263,7 +263,12 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
         return trace.changed(trace.requests, f"closed loop: {replay.users:,} users, who {pause}")
     if mode not in (ReplayMode.poisson, ReplayMode.gamma):
         return trace
-    rate = config.workload.request_rate or _mean_rate(trace)
+    rate = config.workload.request_rate or trace.mean_rate or (1.0 if len(trace.requests) < 2 else None)
+    if rate is None:
+        raise ConfigError(
+            "workload.request_rate",
+            "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
+        )
     kind = (
         f"{mode}" if mode is ReplayMode.poisson else f"gamma (coefficient of variation {replay.burstiness:g})"
     )
@@ -271,18 +276,6 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
     times = process.times_us(len(trace.requests), config.workload.seed)
     return _at(
         trace, times, f"arrivals drawn anew: {kind}, {rate:.4g} requests/s, seed {config.workload.seed}"
-    )
-
-
-def _mean_rate(trace: Trace) -> float:
-    if len(trace.requests) < 2:
-        return 1.0
-    span_us = trace.requests[-1].arrival_us - trace.requests[0].arrival_us
-    if span_us:
-        return (len(trace.requests) - 1) / span_us * 1e6
-    raise ConfigError(
-        "workload.request_rate",
-        "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
     )
 
 
