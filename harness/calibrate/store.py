@@ -12,14 +12,13 @@ import numpy as np
 
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.cost.fitted import ATTENTION, REST, FittedCost
-from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
+from harness.cost.grid import DECODE_AXES, GRID_BLOCK_SIZE, PREFILL_AXES, Grid, grid_errors
 from harness.cost.table import TableCost
-from harness.environment import code_version, versions
+from harness.environment import code_version, engine_kernels, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
 from harness.workload.deployment import Deployment
-from harness.workload.devices import engine_kernels
 
 CODE = (  # packages that step times depend on
     "engine",
@@ -27,8 +26,6 @@ CODE = (  # packages that step times depend on
     "traces",
     *(f"harness.{name}" for name in ("replay", "cost", "compiled", "measure", "calibrate")),
 )
-# Tokens a block in the runs that measure the decode grid.
-GRID_BLOCK_SIZE = 16
 
 
 class CalibrationError(RuntimeError):

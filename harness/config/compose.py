@@ -21,12 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.core.options import CachePolicy, GroupPages, Keep
 from engine.runtime.options import Dtype
-from harness.config.checkpoint import read_checkpoint
 from harness.config.errors import ConfigError
 from harness.config.execution import applicable
 from harness.config.groups import conf_dir
 from harness.config.option_files import apply_option_file
 from harness.config.overrides import Setting, config_keys, refuse_resolver
+from harness.config.paths import read_checkpoint
 from harness.config.schema import (
     CostConfig,
     CostKind,

@@ -23,6 +23,7 @@ from harness.replay.cost_model import Amount
 
 DECODE_AXES = ("rows", "KV slots a row")
 PREFILL_AXES = ("chunk", "context")
+GRID_BLOCK_SIZE = 16  # tokens a block in the runs that measure the decode grid
 Axes = tuple[tuple[float, ...], ...]
 Pair = tuple[float, float]
 GridPoint = tuple[float, float, float]  # place on the first axis, place on the second, seconds

@@ -155,8 +155,8 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
 
 def _measured(point: Point, cost: CostModel, label: str, progress: Progress | None) -> Recording:
     """One run on the engine. It is warm before, as in a sweep; times are those at the pace of the calibration."""
-    from harness.calibrate.run import reference_of
     from harness.measure.engine import measure, warm_up
+    from harness.measure.pace import reference_of
 
     made, observe = _watching()
     warm = warm_up(point)

@@ -113,7 +113,8 @@ def measure(
 def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], float]) -> Runner:
     """A runner for the point. Raises ConfigError where its groups of layers are not those of the model."""
     deployment, pool, groups = point.deployment, point.pool, point.pool.groups
-    drafts = point.workload.trace_decoding.configured.speculation
+    drafts, graphs = point.workload.trace_decoding.configured.speculation, graphs_of(deployment)
+    draft = draft_model(deployment, loaded) if drafts else None
     try:
         return Runner(
             loaded,
@@ -126,8 +127,8 @@ def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], fl
             audit_every=deployment.engine.audit_every,
             temperature=deployment.decoding.temperature,
             seed=seed,
-            draft=draft_model(deployment, loaded) if drafts else None,
-            graphs=graphs_of(deployment),
+            draft=draft,
+            graphs=graphs,
             groups=groups,
             page_counts=pool.page_counts,
             clock=clock,

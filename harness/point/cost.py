@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineDevice, WeightDtype
-from harness.cost.constants import ASSUMED, DATASHEET, origin_of, origins
 from harness.cost.published import (
     Limits,
     PublishedCost,
@@ -18,11 +17,20 @@ from harness.cost.published import (
     step_tables,
     system_of,
 )
-from harness.cost.roofline import REFERENCE, UNCERTAINTY, DeviceShape, RooflineCost
+from harness.cost.roofline import (
+    ASSUMED,
+    DATASHEET,
+    REFERENCE,
+    UNCERTAINTY,
+    DeviceShape,
+    RooflineCost,
+    origin_of,
+    origins,
+)
 from harness.cost.timings import NATIVE
+from harness.environment import engine_kernels
 from harness.replay.cost_model import CostModel, CostSource
 from harness.workload.deployment import Deployment, draft_of, model_shape, unmodelled
-from harness.workload.devices import engine_kernels
 from harness.workload.point import Point
 from harness.workload.simulate import simulate_metrics
 
@@ -131,12 +139,10 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
         return None
     if deployment.device.name == EngineDevice.cpu.value:
         return None
-    found: dict[str, Any] = {"datasheet": _metrics(point, cost, deployment.hardware.bound)}
+    devices = {"datasheet": deployment.hardware.bound}
     if deployment.device.fitted_from is None:
-        fast, slow = (_at_end(deployment, fastest) for fastest in (True, False))
-        found["fast_end"] = _metrics(point, cost, fast)
-        found["slow_end"] = _metrics(point, cost, slow)
-    return found
+        devices |= {"fast_end": _at_end(deployment, True), "slow_end": _at_end(deployment, False)}
+    return {name: _metrics(point, cost, device) for name, device in devices.items()}
 
 
 def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.options import CachePolicy, Decoding
-from harness.environment import environment
+from harness.environment import engine_kernels, environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
 from harness.metrics.log import RunLog
@@ -17,7 +17,6 @@ from harness.replay.cost_model import CostModel
 from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
-from harness.workload.devices import engine_kernels
 from harness.workload.point import Point
 from traces.analysis.reuse import realised_prefix_share
 

@@ -12,7 +12,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineConfig, ModelConfig, OracleEngine, RunConfig
 from harness.console import remark
-from harness.environment import code_version
+from harness.environment import check_engine, check_memory, check_weights, code_version, engine_kernels
 from harness.metrics.record import PointRecord
 from harness.oracle.check import compare as compare_with_vllm
 from harness.oracle.check import vllm_version
@@ -30,14 +30,13 @@ from harness.replay.cost_model import CostModel, PacedCost
 from harness.replay.folds import prediction_of
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
-from harness.workload.devices import check_engine, check_memory, check_weights, engine_kernels
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import check_compiled, simulate, simulate_metrics
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
-    from harness.calibrate.run import Pace
     from harness.measure.executor import Reading
+    from harness.measure.pace import Pace
     from harness.replay.recorder import MeasuredRun
 
 
@@ -235,8 +234,8 @@ def _measure(
     Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
     warm-up.
     """
-    from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
     from harness.measure.engine import measure, warm_up
+    from harness.measure.pace import pace_of, pace_of_runs, probe_s, reference_of
 
     deployment, provenance = point.deployment, cost.source.provenance
     calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None

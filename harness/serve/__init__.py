@@ -19,10 +19,9 @@ from harness.config.groups import DEPLOYMENT
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.console import say
-from harness.environment import SERVER, check_installed
+from harness.environment import SERVER, check_engine, check_installed, check_weights
 from harness.sweep.plan import one_configuration
 from harness.workload.deployment import PoolShape, deployment_of, model_shape, new_scheduler
-from harness.workload.devices import check_engine, check_weights
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

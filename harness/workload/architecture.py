@@ -6,8 +6,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from harness.config.checkpoint import read_checkpoint
 from harness.config.errors import ConfigError
+from harness.config.paths import read_checkpoint
 from harness.config.schema import WeightDtype
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 

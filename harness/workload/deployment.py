@@ -226,18 +226,6 @@ class Deployment:
         """The longest sequence that is served, in tokens: `cache.max_model_len`, or the model's."""
         return self.cache.max_model_len or max_position(self.model)
 
-    def alone(self, pool: PoolShape, limits: SchedulerLimits, host_tokens: int = 0) -> "Deployment":
-        """The same model and engine with the default policies on another pool: for runs that time the engine."""
-        return replace(
-            self,
-            cache=CacheConfig(host_tokens=host_tokens),
-            scheduler=SchedulerConfig(),
-            decoding=replace(self.decoding, sharing=Sharing.copy_on_write, beam_churn=None),
-            device=replace(self.device, data_parallel=1),
-            pool=pool,
-            limits=limits,
-        )
-
 
 def deployment_of(config: RunConfig) -> Deployment:
     """The deployment that a configuration describes.

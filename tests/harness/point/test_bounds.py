@@ -7,7 +7,7 @@ import pytest
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import DeviceConfig
-from harness.cost.constants import ASSUMED, origins
+from harness.cost.roofline import ASSUMED, origins
 from harness.metrics.record import PointRecord
 from harness.point.cost import METRICS
 from harness.point.run import run_point

@@ -5,7 +5,7 @@ import pytest
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
-from harness.cost.constants import FITTED, origins
+from harness.cost.roofline import FITTED, origins
 from harness.twin.configured import Configured
 from harness.twin.fit import (
     CONSTANTS,

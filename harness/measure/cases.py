@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits
+from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits, Sharing
 from engine.core.request import Speculation
-from harness.config.schema import ReplayMode
+from harness.config.schema import CacheConfig, ReplayMode, SchedulerConfig
 from harness.workload.decoding import RequestDecoding, TraceDecoding
 from harness.workload.deployment import Deployment, PoolShape
 from harness.workload.point import Point, Workload
@@ -167,9 +167,24 @@ def case_point(
         preemption=Preemption.swap if case.swaps else Preemption.recompute,
     )
     trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
-    served = deployment.alone(pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
+    served = alone(deployment, pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
     speculation = Speculation(case.drafts) if case.drafts else None
     return Point(served, Workload(trace, TraceDecoding(RequestDecoding(width, decoding, speculation))))
+
+
+def alone(
+    deployment: Deployment, pool: PoolShape, limits: SchedulerLimits, host_tokens: int = 0
+) -> Deployment:
+    """The same model and engine with the default policies on another pool: for runs that time the engine."""
+    return replace(
+        deployment,
+        cache=CacheConfig(host_tokens=host_tokens),
+        scheduler=SchedulerConfig(),
+        decoding=replace(deployment.decoding, sharing=Sharing.copy_on_write, beam_churn=None),
+        device=replace(deployment.device, data_parallel=1),
+        pool=pool,
+        limits=limits,
+    )
 
 
 def _pool(deployment: Deployment, case: "CalibrationCase | HeldOut", tokens: int) -> PoolShape:
@@ -241,4 +256,4 @@ def held_out_point(deployment: Deployment, held_out: HeldOut, lone_request_s: fl
     decoding = Decoding.beam if held_out.beam_width > 1 else Decoding.greedy
     traffic = Traffic(ReplayMode.closed, users=held_out.users) if held_out.users else Traffic()
     requests = TraceDecoding(RequestDecoding(held_out.beam_width, decoding))
-    return Point(deployment.alone(pool, limits), Workload(trace, requests, traffic))
+    return Point(alone(deployment, pool, limits), Workload(trace, requests, traffic))
