@@ -151,9 +151,7 @@ def _rows(
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
 
 
-def case_point(
-    deployment: Deployment, case: CalibrationCase, lone_request_s: float, seed: int = SEED
-) -> Point:
+def case_point(deployment: Deployment, case: CalibrationCase, lone_request_s: float) -> Point:
     """The case's requests on a pool of its own, large enough that nothing is preempted unless the case swaps."""
     longest = min(deployment.pool.max_model_len, _LONGEST)
     pool = _pool(deployment, case, _pool_tokens(case, deployment.pool.tokens, longest))
@@ -166,7 +164,7 @@ def case_point(
         max_model_len=longest,
         preemption=Preemption.swap if case.swaps else Preemption.recompute,
     )
-    trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
+    trace = case_trace(case, seed=SEED, lone_request_s=lone_request_s, longest=longest)
     served = alone(deployment, pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
     speculation = Speculation(case.drafts) if case.drafts else None
     return Point(served, Workload(trace, TraceDecoding(RequestDecoding(width, decoding, speculation))))

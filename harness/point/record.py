@@ -145,9 +145,9 @@ def _analytic(point: Point) -> dict[str, float]:
     reserve = pool.max_model_len if contiguous else None
     uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
     figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
-    decoding = workload.trace_decoding  # others have widths of their own, drafts, or branches that end early
-    alike = decoding.uniform(workload.trace) and decoding.configured.speculation is None
-    if alike and workload.drawn.survival is None:
+    # others have widths of their own, drafts, or branches that end early
+    plain = workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
+    if plain and workload.is_uniform:
         return figures
     return {name: figures[name] for name in _OF_PROMPTS if name in figures}
 

@@ -27,11 +27,10 @@ from harness.point.cost import (
 from harness.point.error_levels import priced, teacher_forced
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.replay.folds import prediction_of
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import check_compiled, simulate, simulate_metrics
+from harness.workload.simulate import check_compiled, predict
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
@@ -207,10 +206,7 @@ def point_stages(
         runs, pace, seconds["measured_over"] = yield from _measure(point, cost, progress, session)
     paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
     predicted_from = time.perf_counter()
-    if point.replay.records:
-        simulated = prediction_of(simulate(point, paced), paced.source)
-    else:
-        simulated = simulate_metrics(point, paced)
+    simulated = predict(point, paced)
     seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
     compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
     record = make_record(

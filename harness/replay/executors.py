@@ -229,14 +229,13 @@ class RecordedExecutor(Executor):
         return StepTiming([self._ns[self._step]], [np.nan], features)
 
 
-class PinnedEnds(Executor):
-    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
+class AroundEngine(Executor):
+    """An executor that hands all on to `engine`; its subclasses change what is told of a step."""
 
     max_steps = 1
 
-    def __init__(self, engine: Executor, survival: BranchSurvival, requests: Mapping[int, Request]) -> None:
+    def __init__(self, engine: Executor) -> None:
         self._engine = engine
-        self._ends = BranchEnds(survival, requests)
 
     def begin(self) -> None:
         """A step begins."""
@@ -247,9 +246,21 @@ class PinnedEnds(Executor):
         self._engine.unclocked(look)
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Run the plan, and end branches with it."""
-        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))
+        """Run the plan."""
+        return self._engine.execute(plan, horizon_ns)
 
     def end(self) -> StepTiming:
         """The engine's time."""
         return self._engine.end()
+
+
+class PinnedEnds(AroundEngine):
+    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
+
+    def __init__(self, engine: Executor, survival: BranchSurvival, requests: Mapping[int, Request]) -> None:
+        super().__init__(engine)
+        self._ends = BranchEnds(survival, requests)
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan, and end branches with it."""
+        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))

@@ -94,20 +94,18 @@ class Fit:
     cost: float = 0.0  # half the sum of squared residuals, priors included
 
 
-def requests_to_fit(requests: int, share: float = 0.25) -> int:
-    """How many of the first requests a fit takes: a share of them, at least 30, at most 400, never all.
+def requests_to_fit(requests: int) -> int:
+    """How many of the first requests a fit takes: a quarter of them, at least 30, at most 400, never all.
 
     Raises:
-        UserError: there are fewer than 40 requests, or the share is not between 0 and 1.
+        UserError: there are fewer than 40 requests.
     """
-    if not 0 < share < 1:
-        raise UserError(f"the share of the log to fit is {share:g}, must be between 0 and 1")
     if requests < 40:
         raise UserError(
             f"the log has {requests} finished requests; a fit needs 40, and holds some of them out. twin --no-fit "
             "compares it with the device's description"
         )
-    return min(max(round(share * requests), 30), 400, requests - 10)
+    return min(max(round(0.25 * requests), 30), 400, requests - 10)
 
 
 def fit_device(

@@ -152,9 +152,9 @@ def whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int:
     return in_range(int(found), key, lowest)
 
 
-def maybe_whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int | None:
+def maybe_whole(record: Mapping[str, Any], key: str) -> int | None:
     """The same; None where the key is absent or null."""
-    return None if record.get(key) is None else whole(record, key, lowest)
+    return None if record.get(key) is None else whole(record, key)
 
 
 def text_number(fields: Mapping[str, str], key: str) -> float:

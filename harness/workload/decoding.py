@@ -64,10 +64,6 @@ class TraceDecoding:
         speculation = self.configured.speculation
         return RequestDecoding(1, Decoding.sample if sampled else Decoding.greedy, speculation)
 
-    def uniform(self, trace: Trace) -> bool:
-        """Whether all requests are decoded as configured."""
-        return all(self.of(row) == self.configured for row in trace.requests)
-
     def noted(self, trace: Trace) -> Trace:
         """The trace with a note on what became of the widths that its rows name; unchanged where no row names one."""
         if not names_widths(trace.requests):

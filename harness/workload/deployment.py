@@ -566,17 +566,13 @@ _METHODS = {
 }
 
 
-def new_scheduler(
-    deployment: Deployment, *, keep_events: bool = False, eviction: EvictionQueue | None = None
-) -> Scheduler:
+def new_scheduler(deployment: Deployment, *, keep_events: bool = False) -> Scheduler:
     """A scheduler over an empty pool; a paged one collects changes of its prefix cache where asked.
-
-    `eviction` is used instead of the eviction order that the cache names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events), eviction=eviction)[0]
+    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events))[0]
 
 
 def observed_scheduler(
@@ -586,7 +582,10 @@ def observed_scheduler(
     clock: Callable[[], int] = lambda: 0,
     eviction: EvictionQueue | None = None,
 ) -> tuple[Scheduler, list[MemoryObserver]]:
-    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns."""
+    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns.
+
+    `eviction` is used instead of the eviction order that the cache names.
+    """
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
     policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
     if pool.groups is not None:

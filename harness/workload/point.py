@@ -82,6 +82,12 @@ class Workload:
         return self.trace_decoding.configured.width
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all requests are decoded as configured."""
+        decoding = self.trace_decoding
+        return all(decoding.of(row) == decoding.configured for row in self.trace.requests)
+
+    @property
     def client_stride(self) -> int:
         """A number greater than the id of every row."""
         return 1 + max(row.request_id for row in self.trace.requests)
@@ -193,7 +199,8 @@ class Point:
         source = self.workload.traffic.arrivals(rows, requests)
         if client is None:
             return source
-        return Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+        total = sum(requests_sent(_request(self, row)) for row in rows)
+        return Resubmitting(source, client, total)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""

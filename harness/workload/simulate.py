@@ -218,6 +218,14 @@ def _replay(
     )
 
 
+def predict(point: Point, cost: CostModel) -> Prediction:
+    """The free-running prediction: with its rows where `replay.records` keeps them, else in constant memory."""
+    if not point.replay.records:
+        return simulate_metrics(point, cost)
+    log = simulate(point, cost)
+    return prediction_of(log, cost.source)
+
+
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
     compiled, core = new_log(point), new_log(point)
@@ -242,11 +250,11 @@ def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True
     compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
     if _runs_compiled(point, cost, compiled):
         return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
-    if point.replicas > 1:
-        log = _simulate_replicas(point, cost, fast_forward)
-        return prediction_of(log, cost.source).without_rows()
-    _simulated(point, cost, core, fast_forward)
-    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+    if point.replicas == 1:
+        _simulated(point, cost, core, fast_forward)
+        return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+    log = _simulate_replicas(point, cost, fast_forward)
+    return prediction_of(log, cost.source).without_rows()
 
 
 def _runs_compiled(point: Point, cost: CostModel, fold: Fold) -> bool:

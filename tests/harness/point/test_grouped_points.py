@@ -17,7 +17,7 @@ from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, T
 from harness.measure.engine import measure
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point import check_point, run_point
-from harness.point.error_levels import _first_waste
+from harness.replay.recorder import waste_differs
 from harness.workload.point import resolve
 from harness.workload.simulate import replay_recording
 
@@ -129,7 +129,7 @@ def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     run = measure(workload, seed=0)
     log, recorder = replay_recording(workload, run.recording)
     assert recorder.digests == run.recording.digests
-    assert _first_waste(log, run.log) is None
+    assert waste_differs(log, run.log) is None
     for name in WASTE_COLUMNS:
         assert np.array_equal(log.waste[name], run.log.waste[name])
     for name, column in log.steps.items():
@@ -144,7 +144,7 @@ def test_another_byte_in_one_step_is_a_difference(cache_dir: Path) -> None:
     run = measure(workload, seed=0)
     log, _ = replay_recording(workload, run.recording)
     log.waste["token"][5] += 1
-    assert _first_waste(log, run.log) == 5
+    assert waste_differs(log, run.log) == 5
 
 
 def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> None:
