@@ -113,15 +113,15 @@ def device_identity(device: EngineDevice) -> str:
     )
 
 
-def environment(device: EngineDevice, clock: str) -> dict[str, object]:
-    """The record's environment section."""
+def environment(device: str, clock: str) -> dict[str, object]:
+    """The record's environment section; `device` is the name of the one that the engine runs on."""
     found = versions()
     return {
         **found,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "gpu": ", ".join(gpu_names()) or None,
-        "device": device_identity(device),
+        "device": device,
         "load_average": round(os.getloadavg()[0], 2),
         "code": code_version(),
         "clock": clock,

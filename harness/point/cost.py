@@ -337,6 +337,7 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
 def cost_model(deployment: Deployment) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(deployment)
+    timed = timed_attention(deployment) if takes_timed_kernels(deployment) else None
     if kind is CostKind.published:
         return published_cost(deployment)
     if kind in _PREDICTED:
@@ -362,9 +363,8 @@ def cost_model(deployment: Deployment) -> CostModel:
         return OperatorCost(cost, read_operators(str(deployment.cost.operators), cost.device))
     from harness.calibrate.store import load_calibration, load_table
 
-    if takes_timed_kernels(deployment):
+    if timed is not None:
         from harness.cost.kernel_table import kernel_table
 
-        asked, fitted = timed_attention(deployment), load_calibration(deployment)
-        return kernel_table(asked, fitted)
+        return kernel_table(timed, load_calibration(deployment))
     return load_table(deployment) if kind is CostKind.table else load_calibration(deployment)

@@ -54,7 +54,7 @@ def make_record(
             "realised_prefix_share": realised_prefix_share(trace),
         },
         pool=_pool_section(point) | (_engine_note(deployment) if runs else {}),
-        environment=environment(deployment.engine.device, str(deployment.clock_used))
+        environment=environment(deployment.device_at_hand, str(deployment.clock_used))
         | ({"engine_kernels": engine_kernels(deployment.engine)} if runs else {}),
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
         outcome={
