@@ -198,10 +198,8 @@ def check_engine(engine: EngineConfig) -> None:
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if engine.backend is Backend.triton and engine_device(engine.device) == "cpu" and not interpreted:
-        raise ConfigError(
-            "engine.backend",
-            "triton kernels need a CUDA device and this run is on the CPU; use engine.backend=torch",
-        )
+        reason = "triton kernels need a CUDA device and this run is on the CPU; use engine.backend=torch"
+        raise ConfigError("engine.backend", reason)
     if engine.backend is Backend.native:
         _check_native(engine)
     if engine.cuda_graphs and (engine_device(engine.device) == "cpu" or engine.backend is Backend.torch):

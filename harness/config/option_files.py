@@ -131,9 +131,8 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     known = set(section)
     for key, (value, line) in found.items():
         if key not in known:
-            raise _error(
-                file, line, group, f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
-            )
+            reason = f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
+            raise _error(file, line, group, reason)
         refuse_in_file(f"{group}.{key}", value, f"{file}:{line}")
         start[key] = value
     missing = [key for key in _NEEDED.get(group, ()) if key not in start]
@@ -168,9 +167,8 @@ def _defaults(group: str) -> dict[str, Any]:
 def _base_values(file: Path, group: str, base: tuple[Any, int]) -> dict[str, Any]:
     value, line = base
     if value not in groups()[group]:
-        raise _error(
-            file, line, group, f"base names no option ({value!r}); the options are\n{list_options(group)}"
-        )
+        reason = f"base names no option ({value!r}); the options are\n{list_options(group)}"
+        raise _error(file, line, group, reason)
     return {key: value for key, (value, _) in _entries(option_file(group, value), group)}
 
 

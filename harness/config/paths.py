@@ -85,9 +85,8 @@ def check_out(out: str) -> Iterator[ConfigError]:
     if not out.strip():
         yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
     elif is_url(out):
-        yield ConfigError(
-            "out", f"'{out[:200]}' is no folder; only the store of a sweep may lie on object storage"
-        )
+        reason = f"'{out[:200]}' is no folder; only the store of a sweep may lie on object storage"
+        yield ConfigError("out", reason)
     else:
         yield from _check_folder("out", out)
 
@@ -113,9 +112,8 @@ def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
     elif not os.access(file, os.R_OK):
         yield ConfigError(key, f"'{file}' cannot be read: permission denied")
     elif not _is_parquet(file):
-        yield ConfigError(
-            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
-        )
+        reason = f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
+        yield ConfigError(key, reason)
 
 
 def _is_parquet(file: Path) -> bool:

@@ -238,18 +238,15 @@ def check_cost(deployment: Deployment) -> None:
         )
     if deployment.cost.block_sizes:
         if kind is not CostKind.roofline:
-            raise ConfigError(
-                "cost.block_sizes",
-                f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
-            )
+            reason = f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out"
+            raise ConfigError("cost.block_sizes", reason)
         _ = (
             deployment.hardware
         )  # raises where the static model of our kernels lacks device, shape or block size
     if kind is CostKind.operators:
         if deployment.cost.operators is None:
-            raise ConfigError(
-                "cost.operators", "missing: cost=operators reads a table; add cost.operators=FILE.csv"
-            )
+            reason = "missing: cost=operators reads a table; add cost.operators=FILE.csv"
+            raise ConfigError("cost.operators", reason)
         cost_model(deployment)
     elif kind is CostKind.published:
         compiled(table_setup(deployment))
@@ -274,10 +271,10 @@ def check_cost(deployment: Deployment) -> None:
     folder = calibration_path(deployment).parent  # checked early, because calibrating takes long
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "cost.cache_dir",
-            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another",
+        reason = (
+            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another"
         )
+        raise ConfigError("cost.cache_dir", reason)
 
 
 def _check_device(deployment: Deployment, kind: CostKind) -> None:
@@ -329,9 +326,8 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
                 "which the roofline does not price in a draft pass; name a dense model (decoding.draft_path)",
             )
     if deployment.device.expert_parallel and not deployment.shape.experts:
-        raise ConfigError(
-            "device.expert_parallel", f"true, but {deployment.model.name} has no experts; set it to false"
-        )
+        reason = f"true, but {deployment.model.name} has no experts; set it to false"
+        raise ConfigError("device.expert_parallel", reason)
 
 
 def cost_model(deployment: Deployment) -> CostModel:

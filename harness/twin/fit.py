@@ -124,9 +124,8 @@ def fit_device(
     count = len(log.requests)
     first = requests_to_fit(count) if first is None else first
     if not 1 <= first < count:
-        raise UserError(
-            f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
-        )
+        reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
+        raise UserError(reason)
     problem = _Problem(log, config, first, progress)
     zero = np.zeros(len(problem.constants))
     found = least_squares(

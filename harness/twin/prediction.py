@@ -103,9 +103,8 @@ def _prediction(point: Point) -> PredictedRun:
     order = np.array([place[row.request_id] for row in point.trace.requests])
     columns = {name: np.asarray(rows[name], dtype=np.float64)[order] for name in _COLUMNS}
     if (columns["outcome"] != Outcome.FINISHED).any():
-        raise ConfigError(
-            "scheduler", "the simulation rejects requests that the engine served; check the engine's settings"
-        )
+        reason = "the simulation rejects requests that the engine served; check the engine's settings"
+        raise ConfigError("scheduler", reason)
     start = np.asarray(log.steps["start_s"], dtype=np.float64)
     began = start[np.minimum(np.searchsorted(start, columns["arrival_s"] - _NS), len(start) - 1)]
     return PredictedRun(

@@ -78,10 +78,8 @@ class CheckpointFacts:
         """
         found = self.maybe(*names, most=most)
         if found is None:
-            raise ConfigError(
-                self._key,
-                f"{self._read.file}: has none of {', '.join(names)}, so the model's shape is not known",
-            )
+            reason = f"{self._read.file}: has none of {', '.join(names)}, so the model's shape is not known"
+            raise ConfigError(self._key, reason)
         return found
 
     def maybe(self, *names: str, most: int = _MOST) -> int | None:

@@ -237,9 +237,8 @@ def _files(path: str) -> list[Path]:
         return [place / name]
     files = sorted(Layout(place).points.glob(f"*/{name}"))
     if not files:
-        raise ConfigError(
-            KEY, f"'{path}' holds no {name}: only measured points with beams (measure=true) record parents"
-        )
+        reason = f"'{path}' holds no {name}: only measured points with beams (measure=true) record parents"
+        raise ConfigError(KEY, reason)
     return files
 
 
@@ -252,9 +251,8 @@ def _first_run(file: Path, stamp: int) -> Selections:
         raise ConfigError(KEY, str(error)) from None
     missing = [n for n in COLUMNS if n not in columns or not np.issubdtype(columns[n].dtype, np.integer)]
     if missing:
-        raise ConfigError(
-            KEY, f"{file}: no table of beam parents, it lacks whole numbers in {', '.join(missing)}"
-        )
+        reason = f"{file}: no table of beam parents, it lacks whole numbers in {', '.join(missing)}"
+        raise ConfigError(KEY, reason)
     order = np.lexsort([columns[name] for name in ("hypothesis", "selection", "request_id")])
     order = order[columns["run"][order] == 0]
     chosen: dict[int, list[list[int]]] = {}

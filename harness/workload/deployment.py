@@ -420,19 +420,16 @@ def _block_size_factor(deployment: Deployment) -> float | None:
     if not deployment.cost.block_sizes or cache.policy is not CachePolicy.paged:
         return None
     if shape.latent:
-        raise ConfigError(
-            "cost.block_sizes", f"true, but {deployment.model.name} has latent attention; leave it out"
-        )
+        reason = f"true, but {deployment.model.name} has latent attention; leave it out"
+        raise ConfigError("cost.block_sizes", reason)
     width, group = shape.kv_bytes_per_element or shape.bytes_per_element, shape.heads // shape.kv_heads
     try:
         return block_size_factor(
             deployment.device.name, int(width), cache.block_size, shape.head_dim, group
         ).factor
     except LookupError as error:
-        raise ConfigError(
-            "cost.block_sizes",
-            f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}",
-        ) from error
+        reason = f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}"
+        raise ConfigError("cost.block_sizes", reason) from error
 
 
 def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
@@ -440,10 +437,8 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
     cache = config.cache
     most = max_position(config.model)
     if cache.max_model_len is not None and cache.max_model_len > most:
-        raise ConfigError(
-            "cache.max_model_len",
-            f"{cache.max_model_len} tokens, but {config.model.name} takes {most} at most",
-        )
+        reason = f"{cache.max_model_len} tokens, but {config.model.name} takes {most} at most"
+        raise ConfigError("cache.max_model_len", reason)
     longest = cache.max_model_len or most
     size = cache.block_size if cache.policy is CachePolicy.paged else 1
     tokens, sized_by, memory = _pool_tokens(config, model, size)
@@ -460,9 +455,8 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
                 f"{config.model.name}, each needs at least 1; enlarge the pool",
             )
     elif tokens < size:
-        raise ConfigError(
-            "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
-        )
+        reason = f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
+        raise ConfigError("cache.pool_tokens", reason)
     slides = model.window is not None and model.window < longest
     return PoolShape(
         policy=cache.policy,

@@ -41,9 +41,8 @@ def encoder(path: str) -> Encode:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise ParameterError(
-            "tokenizer", f"cannot read {file}: {error}; name a folder with tokenizer.json"
-        ) from error
+        reason = f"cannot read {file}: {error}; name a folder with tokenizer.json"
+        raise ParameterError("tokenizer", reason) from error
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
