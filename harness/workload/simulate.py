@@ -22,6 +22,7 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.console import install_hint
+from harness.metrics.compute import waste_shares
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
@@ -174,13 +175,13 @@ def replay_point(
 ) -> dict[str, Any]:
     """Replay `requests` through a new scheduler over an empty pool, into `fold`.
 
-    Returns what was kept of the memory, by its field of the run log, where `fold` keeps rows.
+    Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
     `observers`, and what `observe` makes, look at the replay. `eviction` replaces the eviction order. With `client`
     the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
     recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
     scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
-    kept = memory if fold.keeps_rows else []
+    kept = memory if fold.keeps_rows else [total for each in memory if (total := each.summed())]
     made = [observe(scheduler)] if observe else []
     arrivals = point.arrivals(requests, client)
     watching = (recorder, *kept, *observers, *made)
@@ -251,8 +252,9 @@ def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True
     if _runs_compiled(point, cost, compiled):
         return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
     if point.replicas == 1:
-        _simulated(point, cost, core, fast_forward)
-        return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+        beside = _simulated(point, cost, core, fast_forward)
+        found = core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+        return replace(found, metrics=found.metrics | waste_shares(beside.get("waste", {})))
     log = _simulate_replicas(point, cost, fast_forward)
     return prediction_of(log, cost.source).without_rows()
 

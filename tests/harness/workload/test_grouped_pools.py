@@ -43,6 +43,17 @@ def test_gpt_oss_has_a_group_of_windows_beside_a_full_one() -> None:
     assert kinds == [("full", 12, None), ("window", 12, 128)]
 
 
+def test_a_run_without_rows_says_where_the_bytes_of_its_pools_went() -> None:
+    words = ("model=gpt_oss_20b", "device=h200", "cache.pool_tokens=20000", "workload.num_requests=8")
+    kept, summed = (
+        run_point(config(*words, f"replay.records={records}")).record.simulated
+        for records in ("true", "false")
+    )
+    shares = {name: kept[name] for name in kept if name.startswith("waste_")}
+    assert len(shares) == len(WASTE_COLUMNS)
+    assert {name: summed[name] for name in shares} == pytest.approx(shares)
+
+
 def test_latent_layers_are_one_group() -> None:
     found = pool("model=deepseek_v2_lite", "cache.pool_tokens=160000")
     assert found.groups is not None
