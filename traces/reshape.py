@@ -241,9 +241,8 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
         inside = _whole(trace.requests, inside)
     kept = keep_requests(trace.requests, inside)
     if not kept:
-        raise ParameterError(
-            "window", f"no request in the window ({window}); the trace has {len(trace.requests):,}"
-        )
+        reason = f"no request in the window ({window}); the trace has {len(trace.requests):,}"
+        raise ParameterError("window", reason)
     start = kept[0].arrival_us
     moved = tuple(revised(request, arrival_us=request.arrival_us - start) for request in kept)
     if moved == trace.requests:

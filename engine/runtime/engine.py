@@ -171,9 +171,8 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
     """
     if CachePolicy(options.cache) is not CachePolicy.paged or options.copy_at_fork:
         what = "copy_at_fork" if options.copy_at_fork else f"cache {options.cache}"
-        raise ModelError(
-            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
-        )
+        reason = f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        raise ModelError(reason)
     kinds: dict[tuple[int, int], int] = {}
     for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
         if size := sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize:

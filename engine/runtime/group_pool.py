@@ -339,9 +339,8 @@ class GroupedPool:
         if bool(held.any()):
             slot = int(slots[held][0])
             page = slot // view.block_size + view.offset
-            raise AuditError(
-                f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
-            )
+            reason = f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
+            raise AuditError(reason)
 
     def check_state(self, group: int, page: int, tokens: int, what: str) -> None:
         """Raise AuditError unless `page` holds the state after `tokens` tokens, in every layer of a state group."""
@@ -373,9 +372,8 @@ class GroupedPool:
             pages = np.flatnonzero(self._owner == index) - view.offset
             counts = view.written(torch.from_numpy(pages).to(self.device))
             if len(counts) > 1:
-                raise AuditError(
-                    f"the layers of group {index} hold different numbers of tokens: {sorted(counts)}"
-                )
+                reason = f"the layers of group {index} hold different numbers of tokens: {sorted(counts)}"
+                raise AuditError(reason)
             found.append(counts.pop())
         return found
 

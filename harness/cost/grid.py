@@ -225,9 +225,8 @@ def _in_triangles(seconds: Mapping[Pair, float], places: FloatArray) -> FloatArr
     try:
         between = LinearNDInterpolator(timed, np.log(list(seconds.values())), rescale=True)
     except QhullError as error:
-        raise GridError(
-            f"{len(seconds)} timed shapes, which lie on one line; a grid needs an area"
-        ) from error
+        reason = f"{len(seconds)} timed shapes, which lie on one line; a grid needs an area"
+        raise GridError(reason) from error
     middle = timed.mean(axis=0)
     return np.asarray(np.exp(between(middle + (np.log(places) - middle) * _INWARDS)))
 

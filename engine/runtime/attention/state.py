@@ -259,7 +259,6 @@ def _state(layer: Any, part: StatePart) -> torch.Tensor:
     state: torch.Tensor | None = getattr(layer, f"{part.kind}_states")[part.number]
     if state is None or tuple(state.shape[1:]) != part.shape or state.dtype is not part.dtype:
         found = "nothing" if state is None else f"{tuple(state.shape[1:])} of {state.dtype}"
-        raise ModelError(
-            f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}"
-        )
+        reason = f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}"
+        raise ModelError(reason)
     return state
