@@ -22,7 +22,6 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.console import install_hint
-from harness.metrics.compute import waste_shares
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
@@ -253,8 +252,7 @@ def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True
         return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
     if point.replicas == 1:
         beside = _simulated(point, cost, core, fast_forward)
-        found = core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
-        return replace(found, metrics=found.metrics | waste_shares(beside.get("waste", {})))
+        return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **beside)
     log = _simulate_replicas(point, cost, fast_forward)
     return prediction_of(log, cost.source).without_rows()
 
