@@ -107,9 +107,10 @@ class RooflineCost:
 
     Causal attention does 4 x heads x head_dim FLOP per query-key pair. With tensor parallelism (Megatron-LM's split,
     Shoeybi et al. 2019) each device holds and reads its share of weights and heads, and every layer ends in two
-    all-reduces of the activations, in which a ring sends 2 (n - 1) / n of their bytes. A swapped block is 2 x layers
-    transfers, K and V of each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged
-    attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
+    all-reduces of the activations, in which a ring sends 2 (n - 1) / n of their bytes. The logits of sampled rows are
+    gathered once a step, in the element type of the model as vLLM's `LogitsProcessor` does: (n - 1) / n of their bytes.
+    A swapped block is 2 x layers transfers, K and V of each layer lying apart: the smaller the block, the more a byte
+    costs (SOSP'23 paper on paged attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
 
     Of a mixture of experts a step reads the experts that its tokens are expected to touch, if they choose independently
     of one another; on whole experts per device the expected load of the busiest device counts. Windowed layers read and
@@ -158,7 +159,7 @@ class RooflineCost:
         self._attention_s = model.layers * device.attention_overhead_s
         states = share * 2.0 * model.state_layers * model.state_bytes / reading_kv
         self._row_s = model.layers * device.row_overhead_s + states
-        self._link_s, self._reduce_s = _all_reduces(model, device)
+        self._link_s, self._gather_s, self._reduce_s = _links(model, device)
 
     @property
     def has_windows(self) -> bool:
@@ -176,7 +177,8 @@ class RooflineCost:
         """What the compiled replay prices with beside `reading`, in seconds.
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row; slot that is copied.
+        link per token, fixed time of the links; 1 if the dense layers overlap; KV slot of a decode row; slot that is
+        copied; link per sampled row.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
@@ -184,6 +186,7 @@ class RooflineCost:
             float(self.device.overlaps),
             self._decode_kv_s,
             self._copy_s,
+            self._gather_s,
         )
 
     def price(self, features: Sequence[Amount]) -> Price:
@@ -220,7 +223,8 @@ class RooflineCost:
         tokens = features[AT.tokens]
         seconds = dense + attention + features[AT.copied_slots] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
-            seconds = seconds + (tokens * self._link_s + self._reduce_s)
+            rows = features[AT.sampled_rows]
+            seconds = seconds + (tokens * self._link_s + rows * self._gather_s + self._reduce_s)
         seconds = seconds + self._swapping(features)
         if self._draft:
             seconds = seconds + self._draft.seconds(features)
@@ -247,14 +251,14 @@ class _Draft:
 
     def __init__(self, model: ModelShape, device: DeviceShape) -> None:
         share = 1.0 / device.parallel
-        link_s, reduce_s = _all_reduces(model, device)
+        link_s, gather_s, reduce_s = _links(model, device)
         work = model.token_weights + model.hidden * model.vocab
         self._token_s = share * 2.0 * work / (device.flops * device.compute_efficiency)
         self._weights_s = share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency)
         kv_bytes = model.kv_share(device.parallel) * model.kv_bytes_per_token
         self._kv_s = kv_bytes / (device.bandwidth * device.kv_efficiency)
         self._pass_s = model.layers * (device.layer_overhead_s + device.attention_overhead_s) + reduce_s
-        self._link_s = link_s
+        self._link_s = link_s + gather_s  # each token that it proposes has logits
 
     def seconds(self, features: Sequence[Amount]) -> Amount:
         """Seconds of all draft passes of a step."""
@@ -263,13 +267,17 @@ class _Draft:
         return dense + (features[AT.draft_kv] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
 
 
-def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
-    """Seconds per token and per step of the all-reduces after attention and after the MLP of every layer."""
+def _links(model: ModelShape, device: DeviceShape) -> tuple[float, float, float]:
+    """Seconds on the links: per token, per row with logits, and per step.
+
+    A token meets an all-reduce after attention and one after the MLP of every layer, a row an all-gather of its logits.
+    """
     if device.parallel == 1:
-        return 0.0, 0.0
-    sent = 2.0 * (device.parallel - 1) / device.parallel * model.hidden * model.bytes_per_element
-    rate = device.link_bandwidth * device.link_efficiency
-    return 2.0 * model.layers * sent / rate, 2.0 * model.layers * device.link_latency_s
+        return 0.0, 0.0, 0.0
+    sent_s = (device.parallel - 1) / device.parallel * model.bytes_per_element
+    sent_s /= device.link_bandwidth * device.link_efficiency
+    reduces = 2 * model.layers
+    return reduces * 2.0 * model.hidden * sent_s, model.vocab * sent_s, (reduces + 1) * device.link_latency_s
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
