@@ -153,13 +153,17 @@ def _default_scheduler(
             f"model {loaded.name}: the memory of {blocks * options.block_size} tokens holds "
             f"{', '.join(map(str, counts))} pages of its groups of layers, each needs at least 1; enlarge the pool"
         )
-    manager = GroupedManager(
-        layout,
-        pages_of(layout, counts, behind_first=options.behind_first),
-        most_chunk=limits.max_batched_tokens,
-        prefix_caching=options.prefix_caching,
-        window_hits=WindowHits(options.window_hits),
-    )
+    try:
+        manager = GroupedManager(
+            layout,
+            pages_of(layout, counts, behind_first=options.behind_first),
+            most_chunk=limits.max_batched_tokens,
+            prefix_caching=options.prefix_caching,
+            window_hits=WindowHits(options.window_hits),
+            retention_interval=options.retention_interval,
+        )
+    except CoreError as error:
+        raise ModelError(f"model {loaded.name}: {error}") from error
     return Scheduler(manager, limits)
 
 

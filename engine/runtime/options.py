@@ -95,6 +95,8 @@ class EngineOptions:
     groups: GroupPages | str = GroupPages.off  # how layers that keep different things share the memory
     # with groups: what a prefix hit needs of windowed layers
     window_hits: WindowHits | str = WindowHits.window
+    # with groups: tokens between checkpoints of windows and states; 0: each prompt's own; None: at every match unit
+    retention_interval: int | None = 0
     behind_first: bool = False  # with groups: evict what a window has left first
     # tokens between kept states, but for groups=uniform; None: at each block's end
     state_every: int | None = None
@@ -115,7 +117,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raise EngineOptionError for a value that is out of range."""
         for name in (*_OPTIONAL_COUNTS, *_COUNTS):
-            value, least = getattr(self, name), int(name not in ("host_blocks", "draft_tokens"))
+            value, least = getattr(self, name), int(name not in _FROM_ZERO)
             if value is None and name in _OPTIONAL_COUNTS:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
@@ -133,8 +135,9 @@ class EngineOptions:
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
-_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every")
+_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every", "retention_interval")
 _COUNTS = ("host_blocks", "block_size", "audit_every", "draft_tokens")
+_FROM_ZERO = ("host_blocks", "draft_tokens", "retention_interval")
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("cache", CachePolicy),
     ("placement", Placement),
@@ -173,6 +176,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "long_prefill_tokens": "long_prefill_token_threshold",
     "block_size": "block_size",
     "prefix_caching": "enable_prefix_caching",
+    "retention_interval": "prefix_cache_retention_interval",
     "hash": "prefix_caching_hash_algo",
     "pool_blocks": "num_gpu_blocks_override",
     "memory_utilization": "gpu_memory_utilization",

@@ -92,7 +92,11 @@ def normalise(config: RunConfig) -> RunConfig:
         cache = with_values(cache, placement=plain.placement)
     if cache.groups is GroupPages.off:
         cache = with_values(
-            cache, window_hits=plain.window_hits, behind_first=plain.behind_first, state_every=None
+            cache,
+            window_hits=plain.window_hits,
+            retention_interval=plain.retention_interval,
+            behind_first=plain.behind_first,
+            state_every=None,
         )
     if not cache.prefix_caching:
         cache = with_values(cache, keep=plain.keep, answers=False)

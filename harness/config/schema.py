@@ -233,6 +233,10 @@ class CacheConfig:
     window_hits: WindowHits = (
         WindowHits.window
     )  # with groups: which blocks of windowed layers a prefix hit needs
+    retention_interval: int | None = (
+        0  # with groups: of windows and states the prefix cache keeps what a hit needs at
+    )
+    # checkpoints, and every so many tokens; null: at every match unit (vLLM's prefix_cache_retention_interval)
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
     state_every: int | None = (
         None  # tokens between two kept states, but for groups=uniform; null: at the end of each block

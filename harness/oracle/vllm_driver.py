@@ -249,7 +249,12 @@ def _new_scheduler(settings: dict[str, Any], config: Any, scheduler: Any) -> Any
         groups.append(KVCacheGroupSpec([f"layer{place}"], spec))
     made = Scheduler(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        kv_cache_config=KVCacheConfig(
+            num_blocks=blocks,
+            kv_cache_tensors=[],
+            kv_cache_groups=groups,
+            prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
+        ),
         structured_output_manager=StructuredOutputManager(config),
         block_size=math.lcm(*sizes),
         hash_block_size=math.gcd(*sizes),

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_pool import ResidencySampler
+from engine.core.memory.checkpoints import CheckpointRule
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
@@ -481,10 +482,18 @@ def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
     sets = layer_sets(model)
     try:
         if cache.groups is GroupPages.uniform:
-            return uniform_layout(sets, cache.block_size)
-        return separate_layout(sets, cache.block_size, state_every=cache.state_every, pages=cache.groups)
+            layout = uniform_layout(sets, cache.block_size)
+        else:
+            layout = separate_layout(
+                sets, cache.block_size, state_every=cache.state_every, pages=cache.groups
+            )
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
+    try:
+        CheckpointRule(cache.retention_interval, layout.match_unit)
+    except CoreError as error:
+        raise ConfigError("cache.retention_interval", str(error)) from error
+    return layout
 
 
 def _pool_tokens(config: RunConfig, model: ModelShape, size: int) -> tuple[int, str, DeviceMemory | None]:
@@ -591,6 +600,7 @@ def observed_scheduler(
             most_chunk=limits.max_batched_tokens,
             prefix_caching=pool.prefix_caching,
             window_hits=cache.window_hits,
+            retention_interval=cache.retention_interval,
         )
         return Scheduler(grouped, limits, policies), [Wastes(grouped)]
     if pool.policy is not CachePolicy.paged:

@@ -36,6 +36,7 @@ class GroupSetup:
     running: int = 5
     caching: bool = True
     hits: WindowHits = WindowHits.window
+    interval: int | None = 0
     behind_first: bool = False
     scheduling: Scheduling = Scheduling.fcfs
     whole: bool = True
@@ -56,6 +57,7 @@ class GroupSetup:
             most_chunk=self.budget,
             prefix_caching=self.caching,
             window_hits=self.hits,
+            retention_interval=self.interval,
         )
 
     def limits(self) -> SchedulerLimits:

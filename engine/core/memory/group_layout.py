@@ -101,6 +101,12 @@ class KVGroup:
             return self.blocks(tokens)
         return min(self.blocks(tokens), self.blocks(self.keeps - 1 + chunk) + 1)
 
+    def keeps_as(self, other: "KVGroup") -> bool:
+        """Whether the layers of both keep the same of a sequence, in blocks of one size."""
+        return (self.kind, self.window, self.block_size, self.layer_bytes) == (
+            *(other.kind, other.window, other.block_size, other.layer_bytes),
+        )
+
     def hit_blocks(self, rule: WindowHits) -> int | None:
         """Blocks that a prefix hit needs before its end; None: all of them."""
         if self.keeps is None or (rule is WindowHits.all and self.kind is GroupKind.window):

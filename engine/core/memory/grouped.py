@@ -11,6 +11,7 @@ from itertools import count
 from math import gcd
 
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
+from engine.core.memory.checkpoints import CheckpointRule
 from engine.core.memory.contiguous import NeverSwaps
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
@@ -50,7 +51,8 @@ class GroupedManager(NeverSwaps):
     """The KV cache manager with groups. See `KVCacheManager` for the methods.
 
     `block_size` is the match unit, `num_blocks` the pages of all pools. `most_chunk` is the largest chunk of a prompt,
-    in tokens: with it a window's sequence is known to hold no more than its window and a chunk. Requests have one
+    in tokens: with it a window's sequence is known to hold no more than its window and a chunk. `retention_interval`:
+    what of windows and states stays in the prefix cache, see `CheckpointRule`. Requests have one
     sequence, without drafts; others are refused. Nothing is fast-forwarded: a decode step can release a block behind a
     window, and then a request that waits may fit.
     """
@@ -63,6 +65,7 @@ class GroupedManager(NeverSwaps):
         most_chunk: int,
         prefix_caching: bool = True,
         window_hits: WindowHits = WindowHits.window,
+        retention_interval: int | None = 0,
     ) -> None:
         if most_chunk < 1:
             raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")
@@ -72,7 +75,12 @@ class GroupedManager(NeverSwaps):
         self.growth: int | None = _due_every(layout.groups)
         self.prefix_caching = prefix_caching
         self._most_chunk = most_chunk
-        self._window_hits = window_hits
+        self._needed = [group.hit_blocks(window_hits) for group in layout.groups]
+        self._checkpoints = CheckpointRule(retention_interval, layout.match_unit)
+        whole = [index for index, needed in enumerate(self._needed) if needed is None]
+        self._order = whole, [index for index in range(len(layout.groups)) if index not in whole]
+        first = layout.groups[(whole or self._order[1])[0]]
+        self._first = [index for index, group in enumerate(layout.groups) if group.keeps_as(first)]
         self._tables: dict[SequenceState, GroupTables] = {}
         self._numbers = count(1)
         self._states = [i for i, group in enumerate(layout.groups) if group.kind is GroupKind.state]
@@ -101,25 +109,35 @@ class GroupedManager(NeverSwaps):
         keys = group.block_hashes
         if not isinstance(keys, GroupKeys):
             keys = group.block_hashes = GroupKeys(identity, self.layout.groups, next(self._numbers))
-        tokens = self._hit_tokens(keys, (group.root_target - 1) // self.block_size * self.block_size)
-        return PrefixHit(tokens // self.block_size, self._hit_pages(keys, tokens))
+        asked = (group.root_target - 1) // self.block_size * self.block_size
+        tokens, longest = self._hit_tokens(keys, asked)
+        junction = longest if longest > tokens else 0
+        return PrefixHit(tokens // self.block_size, self._hit_pages(keys, tokens), junction)
 
-    def _hit_tokens(self, keys: GroupKeys, asked: int) -> int:
-        """The longest hit of at most `asked` tokens: each group in turn shortens it, until none does."""
-        tokens = asked
-        needed = [group.hit_blocks(self._window_hits) for group in self.layout.groups]
-        for index in (i for i, blocks in enumerate(needed) if blocks is None):
+    def _hit_tokens(self, keys: GroupKeys, asked: int) -> tuple[int, int]:
+        """The longest hit of at most `asked` tokens, and the longest of the groups that are looked up first.
+
+        Each group in turn shortens it, until none does. First are those that keep the same as the first of those that
+        keep all, else of the windows.
+        """
+        tokens = longest = asked
+        whole, windows = self._order
+        for index in whole:
             size = self.layout.groups[index].block_size
-            found = self._leading(keys, index, tokens // size) * size
-            tokens = found // self.block_size * self.block_size
-        windows = [(index, blocks) for index, blocks in enumerate(needed) if blocks is not None]
-        settled = False
-        while tokens and not settled:
-            settled = True
-            for index, blocks in windows:
-                shorter = self._last_run(keys, index, tokens, blocks)
-                if shorter < tokens:
-                    tokens, settled = shorter, False
+            tokens = self._leading(keys, index, tokens // size) * size // self.block_size * self.block_size
+            if index in self._first:
+                longest = tokens
+        if not whole:
+            tokens = longest = self._settled(keys, tokens, self._first)
+        return self._settled(keys, tokens, windows), longest
+
+    def _settled(self, keys: GroupKeys, tokens: int, windows: Sequence[int]) -> int:
+        """The longest hit, at most `tokens`, for which each of `windows` has what it needs."""
+        before = 0
+        while tokens != before:
+            before = tokens
+            for index in windows:
+                tokens = self._last_run(keys, index, tokens, self._needed[index] or 0)
         return tokens
 
     def _leading(self, keys: GroupKeys, index: int, blocks: int) -> int:
@@ -193,7 +211,8 @@ class GroupedManager(NeverSwaps):
         (root,) = group.sequences
         hit = self._hit_of(hits)
         keys = group.block_hashes if isinstance(group.block_hashes, GroupKeys) else None
-        tables = GroupTables([list(pages) for pages in hit.pages], list(map(len, hit.pages)), keys)
+        resumes = group.request.prompt_tokens - 1, hit.junction
+        tables = GroupTables([list(pages) for pages in hit.pages], list(map(len, hit.pages)), keys, resumes)
         for index, pages in enumerate(hit.pages):
             held = next((place for place, page in enumerate(pages) if page), len(pages))
             tables.held[index] = held
@@ -325,8 +344,10 @@ class GroupedManager(NeverSwaps):
         first, keys = tables.cached[index], tables.keys
         if keys is None or blocks <= first:
             return
-        first = max(first, tables.held[index])
-        self.pages.cache(index, tables.groups[index][first:blocks], keys.upto(index, blocks)[first:blocks])
+        first, group, table = max(first, tables.held[index]), self.layout.groups[index], tables.groups[index]
+        kept = self._checkpoints.kept(group, self._needed[index], first, blocks, tables.checkpoints)
+        known = keys.upto(index, blocks)
+        self.pages.cache(index, [table[block] for block in kept], [known[block] for block in kept])
         tables.cached[index] = blocks
 
     def reset_prefix_cache(self) -> None:

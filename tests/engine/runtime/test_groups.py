@@ -164,11 +164,18 @@ def test_every_backend_reads_the_pages_of_each_group(backend):
 
 @cases(
     "options",
-    [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}],
+    [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}, {"retention_interval": None}],
     day=({"window_hits": "all"},),
 )
 def test_options_change_no_token(options):
     assert serve(make_llm("gemma2", **options), turns=2) == [expected("gemma2")] * 2
+
+
+def test_an_interval_that_does_not_fit_the_blocks_is_refused():
+    from engine.runtime.errors import ModelError
+
+    with pytest.raises(ModelError, match="retention interval 7: must be 0 or a multiple of"):
+        make_llm("gemma2", retention_interval=7)
 
 
 def test_latent_layers_keep_latent_vectors_and_not_what_they_expand_to():
@@ -315,7 +322,7 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     from engine.runtime.errors import AuditError, NaNLogitsError
 
     owner, name, make, said = PLANTED[bug]
-    llm = make_llm("gemma2", pool_tokens=200)
+    llm = make_llm("gemma2", pool_tokens=200, retention_interval=None)
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)

@@ -245,7 +245,7 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     owner, name, make, said = PLANTED[bug]
-    llm = make_llm(pool_tokens=900)
+    llm = make_llm(pool_tokens=900, retention_interval=None)
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)

@@ -94,6 +94,7 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
     config.workload.oversize = Oversize.drop
     config.cache.prefix_caching = draw.random() < 0.8
     config.cache.window_hits = draw.choice(list(WindowHits))
+    config.cache.retention_interval = draw.choice([0, 0, None])
     config.cache.behind_first = draw.random() < 0.5
     config.cache.retention = draw.choice(list(Retention))
     config.scheduler.policy = draw.choice(list(Scheduling))

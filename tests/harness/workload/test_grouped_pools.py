@@ -114,6 +114,11 @@ def test_what_states_do_not_go_with_is_refused_by_its_key(key: str, overrides: t
     assert any(text.startswith(key) for text in refusals(*NEXT, *overrides))
 
 
+def test_an_interval_that_is_no_multiple_of_the_match_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.retention_interval.*100: must be 0 or a multiple of 16"):
+        pool("model=gemma3_12b", "cache.pool_tokens=160000", "cache.retention_interval=100")
+
+
 def test_pool_blocks_are_pages() -> None:
     assert pool("model=gemma3_12b", "cache.pool_tokens=null", "cache.pool_blocks=777").page_counts == (777,)
 
