@@ -191,8 +191,14 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
     pages = GroupPages(options.groups)
     try:
         if pages is GroupPages.uniform:
-            return uniform_layout(sets, options.block_size)
-        return separate_layout(sets, options.block_size, state_every=options.state_every, pages=pages)
+            return uniform_layout(sets, options.block_size, options.kept_states)
+        return separate_layout(
+            sets,
+            options.block_size,
+            state_every=options.state_every,
+            pages=pages,
+            states=options.kept_states,
+        )
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 

@@ -319,9 +319,10 @@ class GroupedPool:
     # -- the audit -----------------------------------------------------------------------------------------
 
     def note_writes(self, group: int, slots: IntArray) -> None:
-        """Note that `group` writes the slots `[tokens]` of its tensors in this step."""
+        """Note that `group` writes the slots `[tokens]` of its tensors in this step; the null page is not noted."""
         view = self.views[group]
-        self._owner[slots // view.block_size + view.offset] = group
+        pages = slots // view.block_size
+        self._owner[pages[pages > 0] + view.offset] = group
 
     def check_reads(self, group: int, pages: Sequence[int], what: str) -> None:
         """Raise AuditError unless `group` wrote all of `pages`; `what` names the row."""

@@ -23,6 +23,7 @@ from engine.core.options import (
     SchedulerLimits,
     Scheduling,
     SpeculationMode,
+    StateMode,
     WindowHits,
 )
 from engine.runtime.errors import EngineOptionError
@@ -98,7 +99,8 @@ class EngineOptions:
     # with groups: tokens between checkpoints of windows and states; 0: each prompt's own; None: at every match unit
     retention_interval: int | None = 0
     behind_first: bool = False  # with groups: evict what a window has left first
-    # tokens between kept states, but for groups=uniform; None: at each block's end
+    states: StateMode | str = StateMode.align  # with groups: which states layers with recurrent state keep
+    # tokens of a block of states, but for groups=uniform; None: as of other layers
     state_every: int | None = None
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
@@ -130,6 +132,11 @@ class EngineOptions:
                 raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
 
     @property
+    def kept_states(self) -> StateMode:
+        """The states in effect: without a prefix cache `align` is `none`, as in vLLM."""
+        return StateMode(self.states).within(self.prefix_caching)
+
+    @property
     def slots_per_block(self) -> int:
         """The block size in effect: 1 for a contiguous cache."""
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
@@ -143,6 +150,7 @@ _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("placement", Placement),
     ("groups", GroupPages),
     ("window_hits", WindowHits),
+    ("states", StateMode),
     ("kv_dtype", KVDtype),
     ("hash", HashAlgorithm),
     ("audit", Audit),

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode, StateMode
 from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
 from harness.config.capabilities import check_combinations
@@ -327,6 +327,11 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
             "cache.groups",
             f"off, but {model.name} has layers with a state, which a pool of one kind of block cannot hold; use "
             "cache.groups=uniform (as vLLM), or another option with groups",
+        )
+    if cache.states is StateMode.none and cache.prefix_caching:
+        yield ConfigError(
+            "cache.states",
+            "none keeps no state that a later prompt could find; use align, or cache.prefix_caching=false",
         )
     if cache.state_every is not None and cache.state_every % cache.block_size:
         reason = f"found {cache.state_every}, must be a multiple of cache.block_size={cache.block_size}"

@@ -96,6 +96,7 @@ def normalise(config: RunConfig) -> RunConfig:
             window_hits=plain.window_hits,
             retention_interval=plain.retention_interval,
             behind_first=plain.behind_first,
+            states=plain.states,
             state_every=None,
         )
     if not cache.prefix_caching:

@@ -18,6 +18,7 @@ from engine.core.options import (
     SchedulerOptions,
     Sharing,
     SpeculationMode,
+    StateMode,
     WindowHits,
 )
 from engine.runtime.options import Audit, Backend, Dtype, KVDtype
@@ -238,8 +239,9 @@ class CacheConfig:
     )
     # checkpoints, and every so many tokens; null: at every match unit (vLLM's prefix_cache_retention_interval)
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
+    states: StateMode = StateMode.align  # with groups: which states layers with recurrent state keep
     state_every: int | None = (
-        None  # tokens between two kept states, but for groups=uniform; null: at the end of each block
+        None  # tokens of a block of states, but for groups=uniform; null: as of other layers
     )
 
 

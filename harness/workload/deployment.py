@@ -479,13 +479,13 @@ def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
     """The groups of the model's layers; None with cache.groups=off."""
     if cache.groups is GroupPages.off:
         return None
-    sets = layer_sets(model)
+    sets, states = layer_sets(model), cache.states.within(cache.prefix_caching)
     try:
         if cache.groups is GroupPages.uniform:
-            layout = uniform_layout(sets, cache.block_size)
+            layout = uniform_layout(sets, cache.block_size, states)
         else:
             layout = separate_layout(
-                sets, cache.block_size, state_every=cache.state_every, pages=cache.groups
+                sets, cache.block_size, state_every=cache.state_every, pages=cache.groups, states=states
             )
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error

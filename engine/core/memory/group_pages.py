@@ -304,7 +304,7 @@ class GroupTables(Sequence[int]):
 
     def pages(self, group: int) -> list[int]:
         """The pages that a group holds, in order."""
-        return self.groups[group][self.held[group] :]
+        return [page for page in self.groups[group][self.held[group] :] if page]
 
 
 class GroupKeys(Sequence[BlockHash]):
@@ -357,7 +357,8 @@ def check_table(sequence: SequenceState, tables: GroupTables, index: int, group:
     table, held, computed = tables.groups[index], tables.held[index], sequence.computed
     if len(table) != group.blocks(computed):
         raise InvariantError(f"{sequence}, group {index}: {len(table)} blocks for {computed} tokens")
-    if any(table[:held]) or not all(table[held:]):
+    gaps = table[held:].count(NO_PAGE) if not group.aligned else int(bool(table) and not table[-1])
+    if any(table[:held]) or gaps:
         raise InvariantError(f"{sequence}, group {index}: the pages do not begin at block {held}: {table}")
     if held > group.skipped(computed):
         raise InvariantError(

@@ -103,7 +103,11 @@ def test_preemption_changes_no_token(groups):
     assert llm.engine.counters.preemptions > 0
 
 
-@cases("options", [{"state_every": 12}, {"block_size": 16}, {"prefix_caching": False}], day=1)
+@cases(
+    "options",
+    [{"prefix_caching": False}, {"states": "every_block"}, {"state_every": 12}, {"block_size": 16}],
+    day=2,
+)
 def test_options_change_no_token(options):
     assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected()] * 2
 
@@ -245,7 +249,7 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     owner, name, make, said = PLANTED[bug]
-    llm = make_llm(pool_tokens=900, retention_interval=None)
+    llm = make_llm(pool_tokens=900, retention_interval=None, states="every_block")
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)

@@ -10,7 +10,7 @@ from families import build
 from point_cases import mooncake_file, small_config, with_trace
 from tiers import cases, tier
 
-from engine.core.options import GroupPages, Retention, Scheduling, Sharing, WindowHits
+from engine.core.options import GroupPages, Retention, Scheduling, Sharing, StateMode, WindowHits
 from harness.config.checks import check_settings
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
@@ -66,6 +66,7 @@ def test_a_measured_point_has_the_counts_of_its_prediction(
     pages: GroupPages, made: Made, cache_dir: Path
 ) -> None:
     config = crowded(made(cache_dir, pages))
+    config.cache.states = StateMode.every_block  # so many pages that requests are preempted
     assert check_settings(config) == []
     check_point(config)
     record = run_point(config).record
@@ -104,6 +105,7 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
         config.cache.block_size = draw.choice([4, 8, 16])
         config.cache.pool_tokens = draw.choice([768, 1536])
         config.scheduler.max_batched_tokens = draw.choice([16, 32, 64])
+        config.cache.states = draw.choice([StateMode.align, StateMode.align, StateMode.every_block])
         if config.cache.groups is not GroupPages.uniform:
             config.cache.state_every = draw.choice([None, 16, 48])
     return crowded(config) if draw.random() < 0.5 else config

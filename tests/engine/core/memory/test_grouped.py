@@ -13,13 +13,22 @@ from engine.core.identity import KeyIdentity
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import GroupCounters, GroupKeys, GroupWaste, PoolPages
 from engine.core.memory.grouped import GroupedManager
-from engine.core.options import Decoding, GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
+from engine.core.options import (
+    Decoding,
+    GroupKind,
+    GroupPages,
+    SchedulerLimits,
+    Scheduling,
+    StateMode,
+    WindowHits,
+)
 from engine.core.plan import StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 
 SEEDS = tier(3, 60)
 SEPARATE = GroupPages.separate
+SMALL = LayerSet(GroupKind.state, 3, 16)  # a page for every two tokens of FULL
 SETUPS = [
     GroupSetup(),
     GroupSetup(interval=None),
@@ -27,6 +36,9 @@ SETUPS = [
     GroupSetup(sets=(FULL, WINDOW, SHORT), pages=SEPARATE, memory=2400, whole=False),
     GroupSetup(sets=(FULL, STATE), size=2, memory=4000),
     GroupSetup(sets=(FULL, STATE), size=2, memory=4000, interval=None),
+    GroupSetup(sets=(FULL, SMALL), size=2, memory=4000, budget=40),
+    GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=4000, states=StateMode.every_block, interval=None),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=2000, states=StateMode.none, caching=False),
     GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=3200),
     GroupSetup(sets=(WINDOW, SHORT), behind_first=True, scheduling=Scheduling.priority, memory=1600),
     GroupSetup(hits=WindowHits.all, behind_first=True),
