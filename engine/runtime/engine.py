@@ -168,8 +168,8 @@ def _default_scheduler(
 
 
 def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
-    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: those that
-    see every token first, states last.
+    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: states first,
+    those that see every token last.
 
     Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
     """
@@ -184,10 +184,10 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
     whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
     sets = [
         LayerSet(GroupKind.window if window else whole, layers, size, window or None)
-        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
+        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] == 0)
     ]
     states = Counter(map(state_bytes, loaded.states.values()))
-    sets += [LayerSet(GroupKind.state, layers, size) for size, layers in states.items()]
+    sets = [*(LayerSet(GroupKind.state, layers, size) for size, layers in states.items()), *sets]
     pages = GroupPages(options.groups)
     try:
         if pages is GroupPages.uniform:

@@ -357,15 +357,19 @@ def max_position(model: ModelConfig) -> int:
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:
-    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), a window, a state."""
-    everything = model.attention_layers - model.windowed_layers
-    kind = GroupKind.latent if model.latent else GroupKind.full
-    found = [LayerSet(kind, everything, model.layer_kv_bytes)] if everything else []
-    if model.windowed_layers:
-        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    """The layers of a model by what they keep of a sequence: a state, a window, all tokens (or latent vectors).
+
+    This is the order of their first layers in nearly every model, and so that of vLLM's groups: a request's pages are
+    released group by group, so pages of states and windows are evicted first.
+    """
+    found = []
     if model.state_layers:
         found.append(LayerSet(GroupKind.state, model.state_layers, model.state_bytes))
-    return found
+    if model.windowed_layers:
+        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    everything = model.attention_layers - model.windowed_layers
+    kind = GroupKind.latent if model.latent else GroupKind.full
+    return [*found, *([LayerSet(kind, everything, model.layer_kv_bytes)] if everything else [])]
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:

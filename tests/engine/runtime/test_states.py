@@ -200,7 +200,7 @@ def another_state(real):
     def pages(manager, keys, tokens):
         found = real(manager, keys, tokens)
         if tokens >= 8:
-            found[1][-1] = manager.pages.first(1, keys.upto(1, 1)[0])
+            found[0][-1] = manager.pages.first(0, keys.upto(0, 1)[0])
         return found
 
     return pages
@@ -232,16 +232,16 @@ def not_cut(real):
 
 
 PLANTED = {
-    "a hit without its state": (GroupedManager, "_last_run", hit_without_its_state, "group 1"),
+    "a hit without its state": (GroupedManager, "_last_run", hit_without_its_state, "group 0"),
     "a hit on the state of a shorter prefix": (
         GroupedManager,
         "_hit_pages",
         another_state,
         r"begins with the state after \d+ tokens, page \d+ holds the state after 4 tokens",
     ),
-    "a state page is released one token early": (KVGroup, "skipped", freed_early, "group 1|sees token"),
-    "a state is not copied where it is kept": (state, "pieces_of", not_copied, "different numbers|group 1"),
-    "a state is kept at the end of the row alone": (state, "pieces_of", not_cut, "different numbers|group 1"),
+    "a state page is released one token early": (KVGroup, "skipped", freed_early, "group 0|sees token"),
+    "a state is not copied where it is kept": (state, "pieces_of", not_copied, "different numbers|group 0"),
+    "a state is kept at the end of the row alone": (state, "pieces_of", not_cut, "different numbers|group 0"),
     "a void page is not set to NaN": (PoolPages, "drain_voided", never_void, "group"),
 }
 

@@ -153,7 +153,7 @@ def test_another_byte_in_one_step_is_a_difference(cache_dir: Path) -> None:
 def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> None:
     config = windowed(cache_dir)
     config.model.windowed_layers = 1
-    with pytest.raises(ConfigError, match=r"cache\.groups: group 2 has 1 full layers .* the model has 0"):
+    with pytest.raises(ConfigError, match=r"cache\.groups: group 0 has 1 window layers .* the model has 2"):
         measure(resolve(config), seed=0)
 
 
