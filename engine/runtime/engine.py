@@ -168,8 +168,9 @@ def _default_scheduler(
 
 
 def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
-    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: states first,
-    those that see every token last.
+    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep.
+
+    States are first, layers that see every token last, as in `harness.workload.deployment.layer_sets`.
 
     Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
     """

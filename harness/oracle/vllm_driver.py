@@ -48,15 +48,15 @@ def _use_platform() -> None:
     from vllm.v1.attention.backend import MultipleOf
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    class Backend(CPUAttentionBackend):  # type: ignore[misc]  # untyped
+    class GpuBlocks(CPUAttentionBackend):  # type: ignore[misc]  # untyped
         @staticmethod
         def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
             return [MultipleOf(16)]
 
-    class Platform(CpuPlatform):  # type: ignore[misc]
+    class AsyncCpu(CpuPlatform):  # type: ignore[misc]
         @classmethod
         def get_attn_backend_cls(cls, *asked: Any, **named: Any) -> str:
-            return f"{__name__}.Backend"
+            return f"{__name__}.GpuBlocks"
 
         @classmethod
         def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -64,8 +64,8 @@ def _use_platform() -> None:
             super().check_and_update_config(vllm_config)
             vllm_config.scheduler_config.async_scheduling = asked
 
-    globals()["Backend"] = Backend
-    vllm.platforms._current_platform = Platform()
+    globals()["GpuBlocks"] = GpuBlocks
+    vllm.platforms._current_platform = AsyncCpu()
 
 
 def _register_layers() -> None:
@@ -82,7 +82,7 @@ def _register_layers() -> None:
     def shape_of(layers: Any) -> tuple[tuple[int, ...], ...]:
         return ((max(size for kind, size, _ in layers if kind == "state") // 4,),)
 
-    class State(torch.nn.Module, MambaBase):  # type: ignore[misc]
+    class StateLayer(torch.nn.Module, MambaBase):  # type: ignore[misc]
         mamba_type = MambaAttentionBackendEnum.MAMBA1
 
         def __init__(self, config: Any, name: str, size: int) -> None:
@@ -96,13 +96,13 @@ def _register_layers() -> None:
         def get_state_dtype(self) -> Any:
             return (torch.float32,)
 
-    class Layers(torch.nn.Module):
+    class LayerList(torch.nn.Module):
         def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
             super().__init__()
             for place, (kind, size, window) in enumerate(vllm_config.model_config.hf_config.layers):
                 name = f"layers.{place}"
                 if kind == "state":
-                    layer: Any = State(vllm_config, name, size)
+                    layer: Any = StateLayer(vllm_config, name, size)
                 else:
                     heads = size // 8  # K and V of one number each, in float32
                     layer = Attention(
@@ -122,7 +122,7 @@ def _register_layers() -> None:
 
         def compute_logits(self, hidden_states: Any) -> Any: ...
 
-    class Hybrid(Layers):
+    class HybridList(LayerList):
         is_hybrid = True
 
         @classmethod
@@ -136,8 +136,8 @@ def _register_layers() -> None:
         @classmethod
         def get_mamba_state_copy_func(cls) -> Any: ...
 
-    ModelRegistry.register_model(_LAYERS, Layers)
-    ModelRegistry.register_model(f"{_LAYERS}WithStates", Hybrid)
+    ModelRegistry.register_model(_LAYERS, LayerList)
+    ModelRegistry.register_model(f"{_LAYERS}WithStates", HybridList)
 
 
 def _model(layers: list[Any]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_pool import ResidencySampler
-from engine.core.memory.checkpoints import CheckpointRule
 from engine.core.memory.contiguous import ContiguousManager
-from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.eviction import CheckpointRule, EvictionQueue
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.memory.paged import PagedManager

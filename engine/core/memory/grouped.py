@@ -11,8 +11,8 @@ from itertools import count
 from math import gcd
 
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.memory.checkpoints import CheckpointRule
 from engine.core.memory.contiguous import NeverSwaps
+from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages

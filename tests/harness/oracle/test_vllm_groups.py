@@ -11,7 +11,7 @@ from group_oracle import FAMILIES, RECORDED, begin, compare, random_case, record
 from oracle_cases import PYTHON
 from tiers import tier
 
-from engine.core.memory.checkpoints import CheckpointRule
+from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.grouped import GroupedManager
 from harness.config.errors import ConfigError

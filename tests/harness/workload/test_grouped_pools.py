@@ -163,7 +163,7 @@ def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tup
 
 def test_a_pool_too_small_for_a_page_of_each_group_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match="holds 0, .* pages of the groups of gemma-3-27b, each needs at least 1"
+        ConfigError, match=r"holds 0, .* pages of the groups of gemma-3-27b, each needs at least 1"
     ):
         pool("model=gemma3_27b", "cache.groups=separate", "cache.pool_tokens=16")
 
