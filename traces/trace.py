@@ -7,7 +7,8 @@ Prompt tokens are not stored. A prompt is a list of segments, and equal keys mea
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import astuple, dataclass, field, fields, replace
+from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
 from typing import NamedTuple
@@ -18,6 +19,45 @@ CHAINED = "chained"  # equal keys: the whole prefix is equal, the segment includ
 CONTENT = "content"  # equal keys: this piece of text is equal, at any position
 AT = "at"  # released at its arrival time
 AFTER = "after"  # released when others have finished
+
+
+class ClientKind(StrEnum):
+    """How the client of a workload decides when it sends."""
+
+    open = "open"  # by its own schedule, whatever the server does
+    capped = "capped"  # by its own schedule, but with at most so many requests in flight
+    closed = "closed"  # without a schedule: the next request whenever fewer than so many are in flight
+    multi_turn = "multi_turn"  # a turn follows the answer to the turn before it
+
+
+_CLIENTS = {
+    ClientKind.open: "an open loop",
+    ClientKind.capped: "capped",
+    ClientKind.closed: "a closed loop",
+    ClientKind.multi_turn: "in conversations, whose turns follow their answers",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sends the requests of a workload. `max_in_flight`: it holds back what would be more; None: nothing.
+
+    What is held is sent in order, `pause_us` after the end of the answer that makes room.
+    """
+
+    kind: ClientKind = ClientKind.open
+    max_in_flight: int | None = None
+    pause_us: int = 0
+
+    def __str__(self) -> str:
+        """Words that follow "the client is"."""
+        words = _CLIENTS[self.kind]
+        if self.max_in_flight is None:
+            return words
+        return f"{words}, with at most {self.max_in_flight:,} requests in flight"
+
+
+OPEN = Client()
 
 
 class Segment(NamedTuple):
@@ -107,6 +147,7 @@ class TraceHeader:
     changes: tuple[str, ...] = ()  # one sentence for each change, in order
     licence: str = "not stated"
     calibration: Mapping[str, float | str] = field(default_factory=dict)  # of a generator
+    client: Client = OPEN
 
 
 @dataclass(frozen=True)
@@ -124,6 +165,8 @@ class Trace:
         """
         header = self.header
         identity = [header.format, header.key_kind, header.source_block_tokens, header.sha256]
+        if header.client != OPEN:  # the same requests are sent at other times
+            identity += [*astuple(header.client)]
         state = hashlib.sha256(json.dumps(identity).encode())
         for column in self._columns():
             state.update(column.astype("<u8").tobytes())

@@ -157,6 +157,8 @@ def _replay(replay: ReplayConfig) -> ReplayConfig:
     unused: dict[str, Any] = {}
     if replay.mode is not ReplayMode.closed:
         unused["users"] = neutral.users
+    else:
+        unused["max_in_flight"] = neutral.max_in_flight
     if replay.mode not in (ReplayMode.closed, ReplayMode.sessions):
         unused["think_s"] = neutral.think_s
     if replay.mode is not ReplayMode.gamma:

@@ -359,6 +359,9 @@ class DeviceConfig:
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
+    # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
+    frontend_request_us: float = 0.0
+    frontend_token_us: float = 0.0
     fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
 
 
@@ -390,6 +393,9 @@ class ReplayConfig:
     repeats: int = 3  # measured runs; their spread is shown beside every error
     mode: ReplayMode = ReplayMode.trace
     users: int = 16  # mode=closed
+    # Requests that the client has in flight at most; it sends more when an answer ends. null: as the trace's client
+    # does; 0: no limit
+    max_in_flight: int | None = None
     think_s: float = 0.0  # closed, sessions: mean exponential pause of users, where the trace has none
     burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
     duration_s: float | None = None  # stop then, in virtual time; null: when all requests have ended

@@ -16,7 +16,16 @@ from harness.config.errors import ConfigError
 from harness.config.memory import GENERATED
 from harness.config.schema import ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 from harness.console import remark
-from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn, to_ns
+from harness.replay.arrivals import (
+    Arrivals,
+    Capped,
+    ClosedLoop,
+    OpenLoop,
+    Sessions,
+    TimedRequest,
+    Turn,
+    to_ns,
+)
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError, TraceError
 from traces.formats.rows import Encode
@@ -24,7 +33,7 @@ from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
 from traces.synth.generator import generate_trace
 from traces.synth.tables import PrefixSharing
-from traces.trace import Trace, TraceRequest
+from traces.trace import OPEN, Client, ClientKind, Trace, TraceRequest
 
 
 @lru_cache(maxsize=4)
@@ -202,13 +211,17 @@ _NS_PER_US = 1000
 
 @dataclass(frozen=True)
 class Traffic:
-    """The arrival pattern of a point; `arrivals()` makes the source of requests that a replay reads. Times in s."""
+    """The arrival pattern of a point; `arrivals()` makes the source of requests that a replay reads. Times in s.
+
+    `client` is that of the trace: it holds requests back in every mode, and sends turns by itself in `trace`.
+    """
 
     mode: ReplayMode = ReplayMode.trace
     users: int = 1
     think_s: float = 0.0
     seed: int = 0
     until_s: float | None = None
+    client: Client = OPEN
 
     @property
     def until_ns(self) -> int | None:
@@ -217,20 +230,39 @@ class Traffic:
 
     def arrivals(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         """The source of `requests`; there is one request for each of `rows`, in the same order."""
+        source, most = self._own(rows, requests), self.client.max_in_flight
+        return source if most is None else Capped(source, most, self.client.pause_us * _NS_PER_US)
+
+    @property
+    def waits(self) -> str | None:
+        """In words, what requests wait for; None where each is sent at its own time."""
+        if self.mode in (ReplayMode.closed, ReplayMode.sessions):
+            return str(self.mode)
+        return None if self.client == OPEN else str(self.client.kind)
+
+    def _own(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         if self.mode is ReplayMode.closed:
             pauses = pauses_ns(len(rows), self.think_s, self.seed)
             return ClosedLoop((timed.request for timed in requests), len(rows), self.users, pauses)
-        if self.mode is ReplayMode.sessions:
+        turns = self.client.kind is ClientKind.multi_turn and self.mode is ReplayMode.trace
+        if turns or self.mode is ReplayMode.sessions:
             pauses = pauses_ns(len(rows), self.think_s, self.seed)
             pairs = zip(rows, requests, pauses, strict=True)
             return Sessions([_turn(row, timed, pause) for row, timed, pause in pairs])
         return OpenLoop(requests, len(rows))
 
 
-def traffic_of(config: RunConfig) -> Traffic:
-    """The arrival pattern that the configuration asks for."""
-    replay = config.replay
-    return Traffic(replay.mode, replay.users, replay.think_s, config.workload.seed, until_s=replay.duration_s)
+def traffic_of(config: RunConfig, client: Client = OPEN) -> Traffic:
+    """The arrival pattern that the configuration asks for; `client` is that of the trace."""
+    replay, most = config.replay, config.replay.max_in_flight
+    if replay.mode in (ReplayMode.poisson, ReplayMode.gamma, ReplayMode.closed, ReplayMode.offline):
+        client = OPEN  # the arrivals are of another client
+    if most is not None:
+        kind = client.kind
+        if kind is not ClientKind.multi_turn:
+            kind = ClientKind.capped if most else ClientKind.open
+        client = Client(kind, most or None, client.pause_us if most else 0)
+    return Traffic(replay.mode, replay.users, replay.think_s, config.workload.seed, replay.duration_s, client)
 
 
 def pauses_ns(count: int, mean_s: float, seed: int) -> list[int]:
