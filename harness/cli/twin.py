@@ -130,6 +130,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     flags = arguments.flags
     log = read_engine_log(Path(flags.from_log).expanduser())
     found = configured(log, arguments.overrides)
+    say(log.client)
     for warning in found.warnings:
         remark(warning)
     path = Path(flags.out or f"results/devices/{found.config.device.name}.yaml").expanduser()
@@ -160,10 +161,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     say(f"error on the other {fit.held_out.requests}, which the fit never saw: {fit.held_out}")
     say(f"  before the fit: {fit.before}")
     for one in fit.constants:
-        how = "learned" if one.learned else "mostly the prior"
-        say(
-            f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({how}, spread {100 * one.spread:.0f} %)"
-        )
+        say(f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({one.how})")
     say(f"kept in {path} and {deployment_file(path).name}; start from this deployment with")
     say(
         f"  deployment={deployment_file(path)} (device={path} is the hardware alone, without the engine's settings)"

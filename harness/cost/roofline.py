@@ -429,9 +429,11 @@ ATTENTION_ERROR = {
 }
 """Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
 
-FITTED = tuple(
-    name for name in ASSUMED if name not in ("attention_overhead_us", "link_efficiency", "link_latency_us")
-)
+FRONT_END = ("frontend_request_us", "frontend_token_us")
+"""What a server takes before the scheduler's queue. No description of a device knows it; a log of a client shows it."""
+
+_FROM_ELSEWHERE = ("attention_overhead_us", "link_efficiency", "link_latency_us")
+FITTED = (*(name for name in ASSUMED if name not in _FROM_ELSEWHERE), *FRONT_END)
 """The keys that a fit to the log of one device moves (`harness.twin.fit.CONSTANTS`)."""
 
 
@@ -441,6 +443,7 @@ def origins(device: DeviceConfig) -> dict[str, str]:
         return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
     known = {name: origin_of(device, name) for name in DATASHEET}
     known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
+    known |= {name: "as set" if getattr(device, name) else "not priced" for name in FRONT_END}
     if device.fitted_from is None:
         known["decode attention"] = ATTENTION_ERROR["timed" if device.name in TIMED else "other"]
     else:

@@ -19,7 +19,7 @@ from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
-from harness.twin.log import EngineLog, FloatArray
+from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.workload.deployment import settings_text
 
@@ -31,14 +31,29 @@ Progress = Callable[[int, float], None]
 class Constant:
     """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
 
-    `centre` replaces the description's value where that is 0, which has no logarithm.
+    `centre` replaces the description's value where that is 0, which has no logarithm. With `linear` the spread is that
+    of the value itself, which may be 0.
     """
 
     key: str
     spread: float
     low: float
     high: float
-    centre: float
+    centre: float = 0.0
+    linear: bool = False
+
+    def scale(self, value: float) -> float:
+        """The value on the axis on which the prior's spread is measured."""
+        return value if self.linear else float(np.log(value))
+
+    def value(self, scaled: float) -> float:
+        """The value at a place of that axis, within the bounds."""
+        return min(max(scaled if self.linear else float(np.exp(scaled)), self.low), self.high)
+
+    def prior(self, device: DeviceConfig) -> float:
+        """The value that the description gives, inside the bounds."""
+        value = float(getattr(device, self.key)) or self.centre
+        return min(max(value, self.low * 1.001), self.high * 0.999)
 
 
 CONSTANTS = (
@@ -56,6 +71,12 @@ LINK_CONSTANTS = (
     Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
 )
 
+# Only a log of clients, whose requests come before the server's front end, says anything about that.
+FRONT_END_CONSTANTS = (
+    Constant("frontend_request_us", 20_000.0, 0.0, 200_000.0, linear=True),
+    Constant("frontend_token_us", 3.0, 0.0, 50.0, linear=True),
+)
+
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.
 _EFFECTIVE = 75
@@ -63,18 +84,26 @@ _EFFECTIVE = 75
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
 _STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
 _ROUNDS = 12
+_INSIDE = 0.2  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
 
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """One constant before and after. `spread` is that of its logarithm, given the log; `learned` if the log narrowed it
-    to less than half of the prior's."""
+    """One constant before and after. `spread` is that of its logarithm, given the log, or of the value itself where
+    `linear`; `learned` if the log narrowed it to less than half of the prior's."""
 
     key: str
     prior: float
     value: float
     spread: float
     learned: bool
+    linear: bool = False
+
+    @property
+    def how(self) -> str:
+        """In words, whether the log taught it, and the spread that is left."""
+        left = f"{self.spread:.3g}" if self.linear else f"{100 * self.spread:.0f} %"
+        return f"{'learned from the log' if self.learned else 'mostly the prior'}, spread {left}"
 
 
 @dataclass(frozen=True)
@@ -128,21 +157,24 @@ def fit_device(
         raise UserError(reason)
     problem = _Problem(log, config, first, progress)
     zero = np.zeros(len(problem.constants))
+    start = _INSIDE * np.array([one.linear for one in problem.constants])
+    # The search has its origin at the start: the first step is as long as that is far from it, or 1.
     found = least_squares(
-        problem.residuals,
+        lambda moved: problem.residuals(start + moved),
         zero,
-        jac=problem.jacobian,
-        bounds=(problem.scaled_low, problem.scaled_high),
+        jac=lambda moved: problem.jacobian(start + moved),
+        bounds=(problem.scaled_low - start, problem.scaled_high - start),
         max_nfev=_ROUNDS,
         ftol=1e-4,
     )
     whole = predictor(config, log.workload)
-    device = problem.device(found.x)
+    place = start + found.x
+    device = problem.device(place)
     before, after = whole(problem.device(zero)), whole(device)
     rest = slice(first, None)
     return Fit(
         device,
-        problem.described(found.x),
+        problem.described(place),
         first,
         count,
         errors_of(before, log, rest),
@@ -161,7 +193,8 @@ _AT_BOUND = 0.005  # of the bound
 
 def doubts(fit: Fit) -> list[str]:
     """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
-    limits = {one.key: (one.low, one.high) for one in CONSTANTS + LINK_CONSTANTS}
+    known = CONSTANTS + LINK_CONSTANTS + FRONT_END_CONSTANTS
+    limits = {one.key: (one.high,) if one.linear else (one.low, one.high) for one in known}
     ends = [
         f"{one.key} = {one.value:.4g}"
         for one in fit.constants
@@ -223,20 +256,30 @@ def fit_schedule(
     return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
 
 
+def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
+    """The constants about which a log of this configuration says anything."""
+    links = LINK_CONSTANTS if config.device.tensor_parallel > 1 else ()
+    return CONSTANTS + links + (FRONT_END_CONSTANTS if log.requests.queued_s is None else ())
+
+
 class _Problem:
     """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
 
     def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
         self._base = config.device
-        self.constants = CONSTANTS + (LINK_CONSTANTS if config.device.tensor_parallel > 1 else ())
-        self._spread = np.array([constant.spread for constant in self.constants])
-        self._centre = np.log([self._prior(constant) for constant in self.constants])
-        ends = np.log([(constant.low, constant.high) for constant in self.constants]).T
+        self.constants = constants_of_log(log, config)
+        self._spread = np.array([one.spread for one in self.constants])
+        self._centre = np.array([one.scale(one.prior(config.device)) for one in self.constants])
+        ends = np.array([(one.scale(one.low), one.scale(one.high)) for one in self.constants]).T
         self.scaled_low, self.scaled_high = (ends - self._centre) / self._spread
         self._measured = log.requests.take(slice(0, first))
         last_s = float(self._measured.last_token_s.max())
-        rows = tuple(row for row in log.workload.requests if row.arrival_us / 1e6 <= last_s)
-        # Later requests may have entered before the last of the first ones had ended.
+        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
+        # of them where it is served sooner.
+        entered = int((log.requests.entered_s <= last_s).sum()) + (
+            log.workload.header.client.max_in_flight or 0
+        )
+        rows = log.workload.requests[:entered]
         part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
         self._predict = predictor(config, part)
         tpot = self._measured.tpot_s
@@ -251,21 +294,17 @@ class _Problem:
                 f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
                 "the log has no durations that a fit could learn from"
             )
+        self._orders = (np.arange(first), np.argsort(self._measured.prompt_tokens, kind="stable"))
         self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
         self._known: dict[bytes, FloatArray] = {}
         self._progress = progress
         self.simulations = 0
 
-    def _prior(self, constant: Constant) -> float:
-        value = float(getattr(self._base, constant.key)) or constant.centre
-        return min(max(value, constant.low * 1.001), constant.high * 0.999)
-
     def device(self, scaled: FloatArray) -> DeviceConfig:
         """The device at a place of the search."""
-        values = np.exp(self._centre + scaled * self._spread)
         found = replace(self._base)
-        for constant, value in zip(self.constants, values, strict=True):
-            setattr(found, constant.key, min(max(float(value), constant.low), constant.high))
+        for constant, place in zip(self.constants, self._centre + scaled * self._spread, strict=True):
+            setattr(found, constant.key, constant.value(float(place)))
         return found
 
     def residuals(self, scaled: FloatArray) -> FloatArray:
@@ -278,7 +317,11 @@ class _Problem:
             tpot = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
             floor = self._floor_s
             ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
-            each = (_robust(tpot, _TPOT_TOLERANCE), _robust(ttft, _TTFT_TOLERANCE))
+            ttft = _robust(ttft, _TTFT_TOLERANCE)
+            each = [
+                _robust(tpot, _TPOT_TOLERANCE),
+                *(np.sqrt(0.5) * _grouped(ttft, order) for order in self._orders),
+            ]
             self._known[key] = np.concatenate([*(self._weight * one for one in each), _PRIOR_WEIGHT * scaled])
             if self._progress:
                 self._progress(self.simulations, 0.5 * float(self._known[key] @ self._known[key]))
@@ -307,9 +350,23 @@ class _Problem:
                 float(getattr(after, constant.key)),
                 float(share * constant.spread),
                 bool(share < 0.5),
+                constant.linear,
             )
             for constant, share in zip(self.constants, left, strict=True)
         )
+
+
+_GROUP = 8  # requests
+
+
+def _grouped(errors: FloatArray, order: IntArray) -> FloatArray:
+    """Means of neighbours in an order, each as heavy as its requests.
+
+    When a request arrives within a step is chance for a device whose steps are a little longer or shorter. Means have
+    little of that, which a search would take for slopes.
+    """
+    groups = np.array_split(errors[order], max(1, len(errors) // _GROUP))
+    return np.array([np.sqrt(len(group)) * group.mean() for group in groups])
 
 
 def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
@@ -357,6 +414,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> s
         f"# {fit.device.name} as the log of a deployment shows it: choose with device=FILE.",
         f"# Made by: {command}",
         f"# Log: {log.name} ({', '.join(log.sources)}), {engine}, model {settings.model or 'not named'}.",
+        f"# {log.client}",
         f"# Digest of its requests: {log.workload.digest[:16]}",
         f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
         f"#   {fit.held_out}",
@@ -374,8 +432,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> s
         constant = learned.get(one.name)
         comment = ""
         if constant is not None:
-            how = "learned from the log" if constant.learned else "mostly the prior"
-            comment = f"  # before {constant.prior:.4g}; {how}, spread {100 * constant.spread:.0f} %"
+            comment = f"  # before {constant.prior:.4g}; {constant.how}"
         written = json.dumps(value) if isinstance(value, bool | str) else str(value)
         if isinstance(value, float):
             written = f"{value:.6g}"

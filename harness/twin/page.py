@@ -3,7 +3,6 @@
 import tempfile
 from pathlib import Path
 
-from harness.config.schema import ReplayMode
 from harness.report.numbers import digits, seconds
 from harness.report.style import Drawing, drawing_files, filled, inline, style
 from harness.store.atomic import write_files
@@ -12,6 +11,7 @@ from harness.twin.fit import doubts
 from harness.twin.twin import Twin, change_of, constants_of, grade, trust, verdict
 from harness.twin.what_ifs import WhatIf
 from harness.workload.deployment import deployment_of
+from harness.workload.trace import traffic_of
 from traces.formats.pagetwin import write_jsonl
 
 PAGE = "index.html"
@@ -80,7 +80,7 @@ def notes(twin: Twin) -> list[str]:
         f"{count:,} rows of the log are not in the twin: {reason}."
         for reason, count in twin.log.dropped.items()
     ]
-    if twin.config.replay.mode is not ReplayMode.closed:
+    if traffic_of(twin.config, twin.log.workload.header.client).waits is None:
         found.append(
             "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
             "under other settings."

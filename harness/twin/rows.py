@@ -42,6 +42,7 @@ class LoggedRequest:
     hash_ids: tuple[int | str, ...] | None = None  # of the prompt's blocks, each chained to those before it
     prefix: str | None = None  # name of the text that the prompt begins with, with `prefix_tokens` of it
     prefix_tokens: int | None = None
+    session: str | None = None  # the conversation of which it is a turn
     line: int | None = None
 
 

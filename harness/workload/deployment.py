@@ -14,6 +14,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
@@ -46,6 +47,7 @@ from harness.config.schema import (
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
+from harness.metrics.log import FloatArray, IntArray
 from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
 from harness.workload.architecture import (
     TIED,
@@ -220,6 +222,11 @@ class Deployment:
         same_memory = sizes[0] == sizes[1] or not all(sizes)
         pcie = ("pcie" in words) == ("pcie" in parts)
         return parts[0] in words and parts[0] != "nvidia" and same_memory and pcie
+
+    def front_end_s(self, prompt_tokens: IntArray) -> FloatArray:
+        """Seconds that prompts of so many tokens spend in the server before the scheduler's queue."""
+        found: FloatArray = 1e-6 * self.device.frontend_token_us * prompt_tokens.astype(np.float64)
+        return found + 1e-6 * self.device.frontend_request_us
 
     @property
     def longest(self) -> int:

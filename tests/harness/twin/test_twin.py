@@ -154,7 +154,9 @@ def test_an_answer_beyond_the_log_is_marked(twin: Twin) -> None:
 
 def test_what_is_to_be_known_first_stands_before_the_errors(twin: Twin) -> None:
     warned = replace(twin, configured=replace(twin.configured, warnings=("Warning: half of it is missing.",)))
-    assert verdict(warned).startswith("Warning: half of it is missing. On 20 requests")
+    assert verdict(warned).startswith(
+        "The client is an open loop. Warning: half of it is missing. On 20 requests"
+    )
 
 
 def test_rows_of_one_simulation_are_said_to_be_one(twin: Twin) -> None:
