@@ -15,6 +15,7 @@ from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
+from harness.twin.inferred import INFERRED
 from harness.twin.log import EngineLog
 from harness.twin.settings import EngineSettings, with_vllm_defaults
 from harness.workload.deployment import deployment_of
@@ -128,7 +129,8 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
-    warnings = (_other_client(log, config), log.lost, _assumed(settings, chosen, config))
+    inferred = _inferred(settings, replaced)
+    warnings = (_other_client(log, config), log.lost, inferred, _assumed(settings, chosen, config))
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 
@@ -258,6 +260,17 @@ def _device(settings: EngineSettings) -> str:
             f"of {known}"
         )
     return found
+
+
+def _inferred(settings: EngineSettings, replaced: Mapping[str, str]) -> str:
+    """What to say of settings that no file names and that the log's ceilings show; empty where there are none."""
+    gone = {key.rpartition(".")[2] for key in replaced}
+    found = [
+        f"{name} = {value} ({settings.origin[name]})"
+        for name, value in settings.given().items()
+        if settings.origin.get(name, "").startswith(INFERRED) and name not in gone
+    ]
+    return f"Not said by the log: {'; '.join(found)}." if found else ""
 
 
 def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> str:

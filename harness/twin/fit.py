@@ -73,8 +73,8 @@ LINK_CONSTANTS = (
 
 # Only a log of clients, whose requests come before the server's front end, says anything about that.
 FRONT_END_CONSTANTS = (
-    Constant("frontend_request_us", 20_000.0, 0.0, 200_000.0, linear=True),
-    Constant("frontend_token_us", 3.0, 0.0, 50.0, linear=True),
+    Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
+    Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
 )
 
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
@@ -83,8 +83,10 @@ _EFFECTIVE = 75
 # Of a logarithm; beyond it a request counts by its distance alone.
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
 _STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
+_LINEAR_STEP = 0.05  # the same of a constant whose spread is wide beside what it may be
+_EXPLAINS = 0.99  # of the cost without it: a front end that lowers it by less is none
 _ROUNDS = 12
-_INSIDE = 0.2  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
+_INSIDE = 0.025  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def fit_device(
         ftol=1e-4,
     )
     whole = predictor(config, log.workload)
-    place = start + found.x
+    place = problem.without_idle(start + found.x)
     device = problem.device(place)
     before, after = whole(problem.device(zero)), whole(device)
     rest = slice(first, None)
@@ -332,11 +334,18 @@ class _Problem:
         here = self.residuals(scaled)
         columns = np.empty((len(here), len(scaled)))
         for i in range(len(scaled)):
-            step = _STEP if scaled[i] + _STEP < self.scaled_high[i] else -_STEP
+            step = _LINEAR_STEP if self.constants[i].linear else _STEP
+            step = step if scaled[i] + step < self.scaled_high[i] else -step
             moved = scaled.copy()
             moved[i] += step
             columns[:, i] = (self.residuals(moved) - here) / step
         return columns
+
+    def without_idle(self, scaled: FloatArray) -> FloatArray:
+        """The place with 0 for what is linear, where that explains the log as well."""
+        none = np.where([one.linear for one in self.constants], self.scaled_low, scaled)
+        costs = [float(each @ each) for each in (self.residuals(scaled), self.residuals(none))]
+        return none if costs[1] * _EXPLAINS <= costs[0] else scaled
 
     def described(self, scaled: FloatArray) -> tuple[FittedConstant, ...]:
         """The constants before and after, with the spread that the log leaves them."""

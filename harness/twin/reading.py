@@ -19,6 +19,7 @@ from harness.config.errors import UserError
 from harness.twin import exports, printed, settings_files
 from harness.twin.client import LogClient, client_of, states_too_little
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
+from harness.twin.inferred import with_ceilings
 from harness.twin.kv_join import BlockEvents, read_block_events
 from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
@@ -96,7 +97,7 @@ def _engine_log(folder: Path) -> EngineLog:
     groups = (logs, found.settings, found.series, found.workloads, found.events)
     return EngineLog(
         folder.resolve().name,
-        _merged_settings(found, log, events),
+        with_ceilings(_merged_settings(found, log, events), times, series, trace),
         times,
         client.sends(trace, times),
         series,
