@@ -296,7 +296,6 @@ class _Problem:
                 f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
                 "the log has no durations that a fit could learn from"
             )
-        self._orders = (np.arange(first), np.argsort(self._measured.prompt_tokens, kind="stable"))
         self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
         self._known: dict[bytes, FloatArray] = {}
         self._progress = progress
@@ -319,10 +318,17 @@ class _Problem:
             tpot = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
             floor = self._floor_s
             ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
-            ttft = _robust(ttft, _TTFT_TOLERANCE)
+            pairs = (
+                (_robust(tpot, _TPOT_TOLERANCE), several),
+                (_robust(ttft, _TTFT_TOLERANCE), ~np.isnan(ttft)),
+            )
             each = [
-                _robust(tpot, _TPOT_TOLERANCE),
-                *(np.sqrt(0.5) * _grouped(ttft, order) for order in self._orders),
+                np.sqrt(0.5) * _grouped(errors, order)
+                for errors, chosen in pairs
+                for order in (
+                    np.arange(len(errors)),
+                    np.argsort(self._measured.prompt_tokens[chosen], kind="stable"),
+                )
             ]
             self._known[key] = np.concatenate([*(self._weight * one for one in each), _PRIOR_WEIGHT * scaled])
             if self._progress:

@@ -116,7 +116,7 @@ def test_the_log_of_an_engine_s_queue_says_nothing_about_the_front_end() -> None
     assert {one.key for one in constants_of_log(queued, config())} == {one.key for one in CONSTANTS}
 
 
-@pytest.mark.parametrize("client", [Client(ClientKind.capped, 6), Client(ClientKind.closed, 6)])
+@pytest.mark.parametrize("client", [Client(ClientKind.capped, 6, 300), Client(ClientKind.closed, 6, 300)])
 def test_a_log_of_a_capped_client_is_fitted_as_its_client_sent_it(client: Client) -> None:
     crowd = workload()
     at = 0 if client.kind is ClientKind.closed else None
