@@ -124,7 +124,14 @@ def _scrape(flags: argparse.Namespace, folder: Path) -> None:
 def calibrate_from_log(arguments: Arguments) -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
     from harness.twin.configured import configured
-    from harness.twin.fit import deployment_file, doubts, explains_nothing, fit_schedule, write_device
+    from harness.twin.fit import (
+        deployment_file,
+        doubts,
+        explains_nothing,
+        fit_schedule,
+        workload_file,
+        write_device,
+    )
     from harness.twin.reading import read_engine_log
 
     flags = arguments.flags
@@ -166,6 +173,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     say(
         f"  deployment={deployment_file(path)} (device={path} is the hardware alone, without the engine's settings)"
     )
+    say(f"  trace=pagetwin trace.path={workload_file(path)} is its load, sent as its client did")
     return 0
 
 

@@ -23,7 +23,7 @@ _TOLERANCE = 0.01  # of the median answer's time: so exact are clocks, and so qu
 _OVER = 0.01  # of the requests may exceed a cap by the inexactness of clocks
 _AT_THE_CAP = 0.1  # of the requests reach the most in flight: an open loop reaches its own most a few times
 _HELD = 0.5  # of those follow an answer's end; by chance few do
-_CLOSED = 0.9  # of the requests after the first N are held back: the client has no schedule of its own
+_CLOSED = 0.97  # of the requests after the first N are held back: the client has no schedule of its own
 _FOLLOWS = 0.95  # of the turns are sent after the answer to the turn before
 
 

@@ -7,6 +7,7 @@ has bounds and a weak prior: the value that the device's description gives, with
 """
 
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -22,6 +23,8 @@ from harness.twin.configured import Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.workload.deployment import settings_text
+from traces.formats.pagetwin import write_jsonl
+from traces.trace import Trace
 
 # Called after each simulation with how many there were and the cost so far.
 Progress = Callable[[int, float], None]
@@ -162,9 +165,10 @@ def fit_device(
     start = _INSIDE * np.array([one.linear for one in problem.constants])
     # The search has its origin at the start: the first step is as long as that is far from it, or 1.
     found = least_squares(
-        lambda moved: problem.residuals(start + moved),
+        problem.residuals_from,
         zero,
-        jac=lambda moved: problem.jacobian(start + moved),
+        jac=problem.jacobian_from,
+        args=(start,),
         bounds=(problem.scaled_low - start, problem.scaled_high - start),
         max_nfev=_ROUNDS,
         ftol=1e-4,
@@ -335,6 +339,14 @@ class _Problem:
                 self._progress(self.simulations, 0.5 * float(self._known[key] @ self._known[key]))
         return self._known[key]
 
+    def residuals_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`residuals` at a place relative to `start`."""
+        return self.residuals(start + moved)
+
+    def jacobian_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`jacobian` at a place relative to `start`."""
+        return self.jacobian(start + moved)
+
     def jacobian(self, scaled: FloatArray) -> FloatArray:
         """Differences over a fifth of a spread: a simulation is a step function of its constants."""
         here = self.residuals(scaled)
@@ -395,7 +407,9 @@ def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
 
 
 def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path: Path) -> None:
-    """Write the device, and beside it the deployment: the same device with the model and the engine's settings.
+    """Write the device, and beside it the deployment (the same with the model and the engine's settings) and its load.
+
+    The load is a trace whose header names its client, which a replay of the deployment obeys.
 
     Raises:
         StoreError: a file cannot be written.
@@ -404,13 +418,26 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
     head = "".join(f"{line}\n" for line in text.splitlines()[1:] if line.startswith("# "))
     config = replace(found.config, device=fitted_device(fit, log))
     whole = f"# The deployment of a log: start from it with deployment=FILE.\n{head}{settings_text(config)}"
-    files = {path.name: text, deployment_file(path).name: whole}
-    write_files(path.parent, {name: each.encode() for name, each in files.items()})
+    files = {path.name: text.encode(), deployment_file(path).name: whole.encode()}
+    write_files(path.parent, {**files, workload_file(path).name: trace_bytes(log.workload)})
 
 
 def deployment_file(device: Path) -> Path:
     """The file of the deployment beside the file of its device."""
     return device.with_name(f"{device.stem}-deployment.yaml")
+
+
+def workload_file(device: Path) -> Path:
+    """The file of the requests beside the file of the device that they were fitted with."""
+    return device.with_name(f"{device.stem}-workload.jsonl")
+
+
+def trace_bytes(trace: Trace) -> bytes:
+    """A trace as a file of PageTwin's own format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.jsonl"
+        write_jsonl(trace, path)
+        return path.read_bytes()
 
 
 def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
