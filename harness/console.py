@@ -54,6 +54,11 @@ def shortened(text: str) -> str:
     return "\n".join(lines)
 
 
+def one_line(text: object) -> str:
+    """A text of a file that somebody else may have written, with its breaks escaped: it adds no line to an answer."""
+    return "\\n".join(str(text).splitlines())
+
+
 def _cut(line: str) -> str:
     if len(line) <= _MOST_CHARACTERS:
         return line

@@ -1,4 +1,4 @@
-"""The environment of a result: device, package versions, digests of the sources.
+"""The environment of a result: device, package versions, digests of the sources; and whether the engine can run here.
 
 Nothing heavy is imported for it. `code_version` is a digest of all sources that a record depends on, `kernel_digest`
 one of the attention kernels alone.
@@ -13,8 +13,10 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness.config.errors import UserError
-from harness.config.schema import EngineDevice
+from engine.runtime.attention.native import why_unavailable
+from engine.runtime.options import Backend
+from harness.config.errors import ConfigError, UserError
+from harness.config.schema import EngineConfig, EngineDevice
 from harness.console import install_hint
 
 # Packages that a record depends on; a change to the report or the command line makes no new points.
@@ -23,6 +25,7 @@ ROOTS = ("engine", "traces", "paged_kernels", *(f"harness.{package}" for package
 SOURCES = (".py", ".c", ".h")
 ENGINE = ("torch", "transformers")  # the extra `engine`
 SERVER = (*ENGINE, "fastapi", "uvicorn", "prometheus_client")  # the extra `serve`
+_SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest
 PACKAGES = ("torch", "transformers", "triton", "numpy", "scipy", "simpy", "hydra-core")
 
 
@@ -110,15 +113,15 @@ def device_identity(device: EngineDevice) -> str:
     )
 
 
-def environment(device: EngineDevice, clock: str) -> dict[str, object]:
-    """The record's environment section."""
+def environment(device: str, clock: str) -> dict[str, object]:
+    """The record's environment section; `device` is the name of the one that the engine runs on."""
     found = versions()
     return {
         **found,
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "gpu": ", ".join(gpu_names()) or None,
-        "device": device_identity(device),
+        "device": device,
         "load_average": round(os.getloadavg()[0], 2),
         "code": code_version(),
         "clock": clock,
@@ -145,3 +148,82 @@ def digested_files(root: Path) -> list[Path]:
         for path in paths
         if not path.relative_to(root).as_posix().startswith(("reference", "providers/"))
     ]
+
+
+def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
+    """Check that the machine's memory holds the pool; a CUDA device is not checked here.
+
+    Raises:
+        ConfigError: it does not.
+    """
+    _check_fits(
+        pool_bytes,
+        engine,
+        "cache.pool_tokens",
+        "the pool takes",
+        "Take fewer tokens, or measure=false to predict alone",
+    )
+
+
+def check_weights(weight_bytes: int, engine: EngineConfig) -> None:
+    """Check the same for a model's weights."""
+    _check_fits(
+        weight_bytes, engine, "model", "its weights take", "A sweep with measure=false predicts without them"
+    )
+
+
+def _check_fits(size: int, engine: EngineConfig, key: str, what: str, remedy: str) -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if engine_device(engine.device) == "cpu" and size > _SHARE * memory:
+        raise ConfigError(
+            key,
+            f"{what} {size / 1e9:,.1f} GB, this machine has {memory / 1e9:,.1f} GB; "
+            f"allowed: {_SHARE:.0%} of that. {remedy}",
+        )
+
+
+def check_engine(engine: EngineConfig) -> None:
+    """Check that the engine is installed, its device and its kernels.
+
+    Raises:
+        UserError: torch or transformers is missing.
+        ConfigError: the device does not exist, or the kernels do not run on it.
+    """
+    check_installed("engine", ENGINE)
+    if engine.device is EngineDevice.cuda and not gpu_names():
+        raise ConfigError(
+            "engine.device",
+            "cuda, but the NVIDIA driver shows no device on this machine; use engine.device=cpu (or auto), "
+            "or measure=false to predict alone",
+        )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if engine.backend is Backend.triton and engine_device(engine.device) == "cpu" and not interpreted:
+        reason = "triton kernels need a CUDA device and this run is on the CPU; use engine.backend=torch"
+        raise ConfigError("engine.backend", reason)
+    if engine.backend is Backend.native:
+        _check_native(engine)
+    if engine.cuda_graphs and (engine_device(engine.device) == "cpu" or engine.backend is Backend.torch):
+        raise ConfigError(
+            "engine.cuda_graphs",
+            "true, but only triton kernels on a CUDA device can be recorded; leave it out, or use engine=cuda",
+        )
+
+
+def _check_native(engine: EngineConfig) -> None:
+    on_cpu = engine_device(engine.device) == "cpu"
+    reason = why_unavailable() if on_cpu else "this run is on a GPU"
+    if reason:
+        raise ConfigError(
+            "engine.backend", f"native kernels are compiled for CPUs: {reason}; use engine.backend=auto"
+        )
+
+
+def engine_kernels(engine: EngineConfig) -> list[str]:
+    """The kernels of the engine on this machine: that of attention (`auto` resolved), and on a CPU that of all else.
+
+    They depend on the C compiler and on `PAGETWIN_NATIVE`, too.
+    """
+    if engine_device(engine.device) != "cpu":
+        return ["triton" if engine.backend is Backend.auto else str(engine.backend)]
+    rest = "torch" if why_unavailable() else "native"
+    return [rest if engine.backend is Backend.auto else str(engine.backend), rest]

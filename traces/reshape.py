@@ -168,8 +168,9 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
         revised(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
         for request in trace.requests
     )
-    recorded = (len(requests) - 1) / span_us * 1e6
-    return trace.changed(requests, f"time scaled from {recorded:.4g} to {requests_per_s:.4g} requests/s")
+    return trace.changed(
+        requests, f"time scaled from {trace.mean_rate:.4g} to {requests_per_s:.4g} requests/s"
+    )
 
 
 def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:
@@ -240,9 +241,8 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
         inside = _whole(trace.requests, inside)
     kept = keep_requests(trace.requests, inside)
     if not kept:
-        raise ParameterError(
-            "window", f"no request in the window ({window}); the trace has {len(trace.requests):,}"
-        )
+        reason = f"no request in the window ({window}); the trace has {len(trace.requests):,}"
+        raise ParameterError("window", reason)
     start = kept[0].arrival_us
     moved = tuple(revised(request, arrival_us=request.arrival_us - start) for request in kept)
     if moved == trace.requests:

@@ -35,9 +35,8 @@ def _check_ids(vocab_size: int, first_id: int) -> None:
     if first_id < 0:
         raise ParameterError("first_id", f"at least 0 expected, found {first_id}")
     if not first_id < vocab_size <= 2**32:
-        raise ParameterError(
-            "vocab_size", f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
-        )
+        reason = f"above first_id {first_id} and at most 2^32 expected, found {vocab_size}"
+        raise ParameterError("vocab_size", reason)
 
 
 def segment_ids(stream: tuple[int, int], count: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
@@ -79,8 +78,7 @@ def separating_tokens(trace: Trace, *, seed: int, vocab_size: int, first_id: int
                 groups.setdefault((number, made), []).append(name)
         together = [group for group in groups.values() if sum(names[name] > depth for name in group) > 1]
         if together and depth >= _DEEPEST:
-            raise ParameterError(
-                "vocab_size", f"{len(together)} pairs of keys make equal tokens; enlarge the vocabulary"
-            )
+            reason = f"{len(together)} pairs of keys make equal tokens; enlarge the vocabulary"
+            raise ParameterError("vocab_size", reason)
         depth = depth * 2 if together else depth
     return depth

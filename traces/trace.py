@@ -7,7 +7,8 @@ Prompt tokens are not stored. A prompt is a list of segments, and equal keys mea
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
+from dataclasses import MISSING, astuple, dataclass, field, fields, make_dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -18,6 +19,45 @@ CHAINED = "chained"  # equal keys: the whole prefix is equal, the segment includ
 CONTENT = "content"  # equal keys: this piece of text is equal, at any position
 AT = "at"  # released at its arrival time
 AFTER = "after"  # released when others have finished
+
+
+class ClientKind(StrEnum):
+    """How the client of a workload decides when it sends."""
+
+    open = "open"  # by its own schedule, whatever the server does
+    capped = "capped"  # by its own schedule, but with at most so many requests in flight
+    closed = "closed"  # without a schedule: the next request whenever fewer than so many are in flight
+    multi_turn = "multi_turn"  # a turn follows the answer to the turn before it
+
+
+_CLIENTS = {
+    ClientKind.open: "an open loop",
+    ClientKind.capped: "capped",
+    ClientKind.closed: "a closed loop",
+    ClientKind.multi_turn: "in conversations, whose turns follow their answers",
+}
+
+
+@dataclass(frozen=True)
+class Client:
+    """Who sends the requests of a workload. `max_in_flight`: it holds back what would be more; None: nothing.
+
+    What is held is sent in order, `pause_us` after the end of the answer that makes room.
+    """
+
+    kind: ClientKind = ClientKind.open
+    max_in_flight: int | None = None
+    pause_us: int = 0
+
+    def __str__(self) -> str:
+        """Words that follow "the client is"."""
+        words = _CLIENTS[self.kind]
+        if self.max_in_flight is None:
+            return words
+        return f"{words}, with at most {self.max_in_flight:,} requests in flight"
+
+
+OPEN = Client()
 
 
 class Segment(NamedTuple):
@@ -123,6 +163,7 @@ class TraceHeader:
     changes: tuple[str, ...] = ()  # one sentence for each change, in order
     licence: str = "not stated"
     calibration: Mapping[str, float | str] = field(default_factory=dict)  # of a generator
+    client: Client = OPEN
 
 
 @dataclass(frozen=True)
@@ -140,6 +181,8 @@ class Trace:
         """
         header = self.header
         identity = [header.format, header.key_kind, header.source_block_tokens, header.sha256]
+        if header.client != OPEN:  # the same requests are sent at other times
+            identity += [*astuple(header.client)]
         state = hashlib.sha256(json.dumps(identity).encode())
         for column in self._columns():
             state.update(column.astype("<u8").tobytes())
@@ -157,6 +200,12 @@ class Trace:
         keys = np.array([0 if s.key is None else s.key for s in segments], dtype=np.uint64)
         lengths = np.array([s.tokens * 2 + (s.key is None) for s in segments], dtype=np.int64)
         return [np.array(rows, dtype=np.int64).ravel(), keys, lengths]
+
+    @property
+    def mean_rate(self) -> float | None:
+        """Requests per second between the first arrival and the last; None where all arrive at one instant."""
+        span_us = self.requests[-1].arrival_us - self.requests[0].arrival_us if self.requests else 0
+        return (len(self.requests) - 1) / span_us * 1e6 if span_us else None
 
     def changed(self, requests: tuple[TraceRequest, ...], sentence: str, **header: object) -> "Trace":
         """This trace with other requests, and a sentence that says what changed. `header` replaces header fields."""

@@ -93,6 +93,18 @@ class WindowHits(StrEnum):
     all = "all"  # those of the whole prefix
 
 
+class StateMode(StrEnum):
+    """Which states of a sequence layers with recurrent state keep."""
+
+    align = "align"  # at the end of each row; rows of a prompt end at a block's end, or the prompt's (vLLM)
+    every_block = "every_block"  # at the end of each block
+    none = "none"  # the last one alone: without a prefix cache
+
+    def within(self, prefix_caching: bool) -> "StateMode":
+        """The mode in effect: where nothing is shared, `align` keeps the last state alone."""
+        return StateMode.none if self is StateMode.align and not prefix_caching else self
+
+
 class Scheduling(StrEnum):
     """Which request is served first, and preempted last."""
 
@@ -156,6 +168,11 @@ class SchedulerLimits(SchedulerOptions):
     """
 
     max_model_len: int | None = None
+
+    @property
+    def most_chunk(self) -> int:
+        """The largest chunk of a prompt that competes with others."""
+        return min(self.max_batched_tokens, self.long_prefill_tokens or self.max_batched_tokens)
 
     def __post_init__(self) -> None:
         if min(self.max_batched_tokens, self.max_running) < 1 or not 0 <= self.watermark < 1:

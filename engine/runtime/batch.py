@@ -249,6 +249,8 @@ def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPo
                 )
             end = row.context_len + row.query_len
             seen = table[sees // view.block_size : -(-end // view.block_size)]
+            if isinstance(view, StateView):  # states of a row's other blocks are kept where they have a page
+                seen = [seen[0], *filter(None, seen[1:-1]), seen[-1]] if row.context_len else seen[-1:]
             if NO_PAGE in seen:
                 place = sees // view.block_size + seen.index(NO_PAGE)
                 raise AuditError(f"{what}: group {index} has no page for block {place}, which the row sees")

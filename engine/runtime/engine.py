@@ -153,27 +153,31 @@ def _default_scheduler(
             f"model {loaded.name}: the memory of {blocks * options.block_size} tokens holds "
             f"{', '.join(map(str, counts))} pages of its groups of layers, each needs at least 1; enlarge the pool"
         )
-    manager = GroupedManager(
-        layout,
-        pages_of(layout, counts, behind_first=options.behind_first),
-        most_chunk=limits.max_batched_tokens,
-        prefix_caching=options.prefix_caching,
-        window_hits=WindowHits(options.window_hits),
-    )
+    try:
+        manager = GroupedManager(
+            layout,
+            pages_of(layout, counts, behind_first=options.behind_first),
+            most_chunk=limits.max_batched_tokens,
+            prefix_caching=options.prefix_caching,
+            window_hits=WindowHits(options.window_hits),
+            retention_interval=options.retention_interval,
+        )
+    except CoreError as error:
+        raise ModelError(f"model {loaded.name}: {error}") from error
     return Scheduler(manager, limits)
 
 
 def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
-    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep: those that
-    see every token first, states last.
+    """The groups of a model's layers, by the K, V and windows that they send and the states that they keep.
+
+    States are first, layers that see every token last, as in `harness.workload.deployment.layer_sets`.
 
     Raises ModelError for options that groups do not serve, and for pages that cannot be unified.
     """
     if CachePolicy(options.cache) is not CachePolicy.paged or options.copy_at_fork:
         what = "copy_at_fork" if options.copy_at_fork else f"cache {options.cache}"
-        raise ModelError(
-            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
-        )
+        reason = f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        raise ModelError(reason)
     kinds: dict[tuple[int, int], int] = {}
     for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
         if size := sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize:
@@ -181,15 +185,21 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
     whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
     sets = [
         LayerSet(GroupKind.window if window else whole, layers, size, window or None)
-        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] > 0)
+        for (window, size), layers in sorted(kinds.items(), key=lambda each: each[0][0] == 0)
     ]
     states = Counter(map(state_bytes, loaded.states.values()))
-    sets += [LayerSet(GroupKind.state, layers, size) for size, layers in states.items()]
+    sets = [*(LayerSet(GroupKind.state, layers, size) for size, layers in states.items()), *sets]
     pages = GroupPages(options.groups)
     try:
         if pages is GroupPages.uniform:
-            return uniform_layout(sets, options.block_size)
-        return separate_layout(sets, options.block_size, state_every=options.state_every, pages=pages)
+            return uniform_layout(sets, options.block_size, options.kept_states)
+        return separate_layout(
+            sets,
+            options.block_size,
+            state_every=options.state_every,
+            pages=pages,
+            states=options.kept_states,
+        )
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 

@@ -319,9 +319,10 @@ class GroupedPool:
     # -- the audit -----------------------------------------------------------------------------------------
 
     def note_writes(self, group: int, slots: IntArray) -> None:
-        """Note that `group` writes the slots `[tokens]` of its tensors in this step."""
+        """Note that `group` writes the slots `[tokens]` of its tensors in this step; the null page is not noted."""
         view = self.views[group]
-        self._owner[slots // view.block_size + view.offset] = group
+        pages = slots // view.block_size
+        self._owner[pages[pages > 0] + view.offset] = group
 
     def check_reads(self, group: int, pages: Sequence[int], what: str) -> None:
         """Raise AuditError unless `group` wrote all of `pages`; `what` names the row."""
@@ -339,9 +340,8 @@ class GroupedPool:
         if bool(held.any()):
             slot = int(slots[held][0])
             page = slot // view.block_size + view.offset
-            raise AuditError(
-                f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
-            )
+            reason = f"{what}: group {group} writes page {page}, slot {slot % view.block_size}, twice"
+            raise AuditError(reason)
 
     def check_state(self, group: int, page: int, tokens: int, what: str) -> None:
         """Raise AuditError unless `page` holds the state after `tokens` tokens, in every layer of a state group."""
@@ -373,9 +373,8 @@ class GroupedPool:
             pages = np.flatnonzero(self._owner == index) - view.offset
             counts = view.written(torch.from_numpy(pages).to(self.device))
             if len(counts) > 1:
-                raise AuditError(
-                    f"the layers of group {index} hold different numbers of tokens: {sorted(counts)}"
-                )
+                reason = f"the layers of group {index} hold different numbers of tokens: {sorted(counts)}"
+                raise AuditError(reason)
             found.append(counts.pop())
         return found
 

@@ -23,6 +23,7 @@ from engine.core.options import (
     SchedulerLimits,
     Scheduling,
     SpeculationMode,
+    StateMode,
     WindowHits,
 )
 from engine.runtime.errors import EngineOptionError
@@ -95,8 +96,11 @@ class EngineOptions:
     groups: GroupPages | str = GroupPages.off  # how layers that keep different things share the memory
     # with groups: what a prefix hit needs of windowed layers
     window_hits: WindowHits | str = WindowHits.window
+    # with groups: tokens between checkpoints of windows and states; 0: each prompt's own; None: at every match unit
+    retention_interval: int | None = 0
     behind_first: bool = False  # with groups: evict what a window has left first
-    # tokens between kept states, but for groups=uniform; None: at each block's end
+    states: StateMode | str = StateMode.align  # with groups: which states layers with recurrent state keep
+    # tokens of a block of states, but for groups=uniform; None: as of other layers
     state_every: int | None = None
     limits: SchedulerLimits | None = None
     scheduler: MakeScheduler | None = None
@@ -115,7 +119,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         """Raise EngineOptionError for a value that is out of range."""
         for name in (*_OPTIONAL_COUNTS, *_COUNTS):
-            value, least = getattr(self, name), int(name not in ("host_blocks", "draft_tokens"))
+            value, least = getattr(self, name), int(name not in _FROM_ZERO)
             if value is None and name in _OPTIONAL_COUNTS:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
@@ -128,18 +132,25 @@ class EngineOptions:
                 raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
 
     @property
+    def kept_states(self) -> StateMode:
+        """The states in effect: without a prefix cache `align` is `none`, as in vLLM."""
+        return StateMode(self.states).within(self.prefix_caching)
+
+    @property
     def slots_per_block(self) -> int:
         """The block size in effect: 1 for a contiguous cache."""
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
-_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every")
+_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every", "retention_interval")
 _COUNTS = ("host_blocks", "block_size", "audit_every", "draft_tokens")
+_FROM_ZERO = ("host_blocks", "draft_tokens", "retention_interval")
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("cache", CachePolicy),
     ("placement", Placement),
     ("groups", GroupPages),
     ("window_hits", WindowHits),
+    ("states", StateMode),
     ("kv_dtype", KVDtype),
     ("hash", HashAlgorithm),
     ("audit", Audit),
@@ -173,6 +184,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "long_prefill_tokens": "long_prefill_token_threshold",
     "block_size": "block_size",
     "prefix_caching": "enable_prefix_caching",
+    "retention_interval": "prefix_cache_retention_interval",
     "hash": "prefix_caching_hash_algo",
     "pool_blocks": "num_gpu_blocks_override",
     "memory_utilization": "gpu_memory_utilization",

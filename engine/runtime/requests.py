@@ -131,9 +131,8 @@ def check_prompt(
     low, high = min(ids), max(ids)
     if low < 0 or high >= loaded.vocab_size:
         wrong = low if low < 0 else high
-        raise PromptError(
-            f"token id {wrong} in the prompt is outside of the vocabulary (0 to {loaded.vocab_size - 1})"
-        )
+        reason = f"token id {wrong} in the prompt is outside of the vocabulary (0 to {loaded.vocab_size - 1})"
+        raise PromptError(reason)
     longest = limits.max_model_len or loaded.max_position
     if len(ids) >= longest:
         raise PromptError(

@@ -387,6 +387,5 @@ def _check_grouped(
     }
     what = next((what for what, is_asked in asked.items() if is_asked), None)
     if what is not None:
-        raise ModelError(
-            f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
-        )
+        reason = f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
+        raise ModelError(reason)

@@ -69,9 +69,8 @@ def chat_prompt(
     if tokenizer is None:
         raise TokenizerError("there is no tokenizer: only prompts of token ids are taken")
     if add_generation_prompt and continue_final_message:
-        raise TokenizerError(
-            "continue_final_message goes on with the last message: set add_generation_prompt to false"
-        )
+        reason = "continue_final_message goes on with the last message: set add_generation_prompt to false"
+        raise TokenizerError(reason)
     reserved = sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ()))
     if reserved:
         raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")

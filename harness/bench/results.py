@@ -257,9 +257,9 @@ def _row(one: Timing, limits: Ceilings, mine: Mapping[str | None, float]) -> Tim
     )
 
 
-def table_lines(rows: Sequence[TimingRow], ours: str = OURS) -> Iterator[str]:
+def table_lines(rows: Sequence[TimingRow]) -> Iterator[str]:
     """A line per case: our time and speed, then every other provider's time over ours."""
-    others = [name for name in dict.fromkeys(row.provider for row in rows) if name != ours]
+    others = [name for name in dict.fromkeys(row.provider for row in rows) if name != OURS]
     width = max((len(row.case.name) for row in rows), default=4)
     titles = ("µs", "±", "GB/s", "TFLOP/s", "copy", "read", "matmul")
     heads = [*(f"{title:>9}" for title in titles), *(f"{name:>18}" for name in others)]
@@ -269,7 +269,7 @@ def table_lines(rows: Sequence[TimingRow], ours: str = OURS) -> Iterator[str]:
         by_case.setdefault(row.case.name, {})[row.provider] = row
     for name, found in by_case.items():
         ratios = "".join(_ratio(found.get(other)) for other in others)
-        yield f"{name:<{width}} {_figures(found.get(ours))}{ratios}"
+        yield f"{name:<{width}} {_figures(found.get(OURS))}{ratios}"
 
 
 def _figures(row: TimingRow | None) -> str:

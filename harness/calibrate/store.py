@@ -12,14 +12,13 @@ import numpy as np
 
 from engine.runtime.models.spec import checkpoint_stamp
 from harness.cost.fitted import ATTENTION, REST, FittedCost
-from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
+from harness.cost.grid import DECODE_AXES, GRID_BLOCK_SIZE, PREFILL_AXES, Grid, grid_errors
 from harness.cost.table import TableCost
-from harness.environment import code_version, device_identity, versions
+from harness.environment import code_version, engine_kernels, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
 from harness.workload.deployment import Deployment
-from harness.workload.devices import engine_kernels
 
 CODE = (  # packages that step times depend on
     "engine",
@@ -27,8 +26,6 @@ CODE = (  # packages that step times depend on
     "traces",
     *(f"harness.{name}" for name in ("replay", "cost", "compiled", "measure", "calibrate")),
 )
-# Tokens a block in the runs that measure the decode grid.
-GRID_BLOCK_SIZE = 16
 
 
 class CalibrationError(RuntimeError):
@@ -37,28 +34,22 @@ class CalibrationError(RuntimeError):
 
 def calibration_fingerprint(deployment: Deployment) -> str:
     """A digest of all that step times depend on: model, engine settings, device, versions, code."""
-    model, engine = deployment.model, deployment.engine
+    model, engine, decoding = deployment.model, deployment.engine, deployment.decoding
+    # the model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter
+    draft = checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
         "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
-        "device": device_identity(engine.device),
+        "device": deployment.device_at_hand,
         "clock": str(deployment.clock_used),
         "yardstick": deployment.has_yardstick,
         "budget": deployment.scheduler.max_batched_tokens,
-        "draft": _draft_stamp(deployment),
+        "draft": draft if decoding.draft_tokens else None,
         "versions": versions(),
         "code": code_version(CODE),
     }
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=10).hexdigest()
-
-
-def _draft_stamp(deployment: Deployment) -> str | None:
-    """The model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter."""
-    decoding = deployment.decoding
-    if not decoding.draft_tokens:
-        return None
-    return checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
 
 
 def calibration_path(deployment: Deployment) -> Path:

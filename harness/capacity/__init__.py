@@ -74,9 +74,8 @@ def parse_slo(text: str) -> Slo:
             raise UserError(f"--slo: there is no metric '{name}'; {_like(name)}")
         bound = _number(number, part)
         if not 0 <= bound < inf or (sign == "<" and not bound):
-            raise UserError(
-                f"--slo: '{part.strip()}' can be met by no run, or by every run; no metric is below 0"
-            )
+            reason = f"--slo: '{part.strip()}' can be met by no run, or by every run; no metric is below 0"
+            raise UserError(reason)
         goals.append(Goal(name, bound, sign.startswith("<")))
     return tuple(goals)
 

@@ -219,7 +219,8 @@ class _Adviser:
                 f"of a request of {mean:,} tokens is never read again; cache.groups=uniform predicts "
                 "vLLM without this flag"
             )
-        if self.config.cache.groups is not GroupPages.off and self.config.cache.prefix_caching:
+        cache = self.config.cache
+        if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval is None:
             advice.warnings.append(KEEPS_MORE)
 
     # -- pool and sequences --------------------------------------------------------------------------------
@@ -362,6 +363,8 @@ def _flags(config: RunConfig) -> list[str]:
         "prefix_caching": cache.prefix_caching,
         "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
     }
+    if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval != 0:
+        said["retention_interval"] = str(cache.retention_interval)  # vLLM reads the word None
     flags = []
     for ours, value in said.items():
         name = VLLM_NAMES[ours].replace("_", "-")

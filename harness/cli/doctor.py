@@ -12,7 +12,7 @@ from harness.config.errors import UserError
 from harness.config.overrides import of_a_file, parse_override, quoted
 from harness.config.paths import is_url
 from harness.config.schema import RunConfig
-from harness.console import numbered, remark, say, shortened
+from harness.console import numbered, one_line, remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import remove_leftovers
 from harness.store.commit import Layout
@@ -43,21 +43,22 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
     broken = content.failures.keys() - content.records.keys()
     failed = [point for point in manifest.points if point.fingerprint in broken]
     left = len(names) - len(done) - len(failed)
-    say(f"{shown(root)}: sweep '{manifest.name}', {len(done)} of {len(names)} points done")
+    say(f"{shown(root)}: sweep '{one_line(manifest.name)}', {len(done)} of {len(names)} points done")
     if failed:
         say(f"{len(failed)} failed:")
     for point in failed[: report.MOST_LISTED]:
         failure = content.failures[point.fingerprint]
-        say(shortened(f"  {failure.get('label', ' '.join(point.overrides))}: {failure.get('error')}"))
+        label = failure.get("label", " ".join(point.overrides))
+        say(shortened(one_line(f"  {label}: {failure.get('error')}")))
         say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
     report.say_more(len(failed))
     if left or failed:
-        say(f"{left} not run yet. Go on with: {command_for(root, manifest)}")
+        say(f"{left} not run yet. Go on with: {one_line(command_for(root, manifest))}")
     others = len(content.records) - len(done)
     if others:
         say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
     if manifest.report:
-        say(f"report: {root / manifest.report}")
+        say(f"report: {one_line(root / manifest.report)}")
 
 
 def command_for(root: Path, manifest: Manifest) -> str:
@@ -154,7 +155,7 @@ def logs_command(arguments: Arguments) -> int:
     labels = {point.fingerprint: " ".join(point.overrides) for point in manifest.points} if manifest else {}
     wanted, found = arguments.flags.point or "", 0
     for name, task, submission in book.newest_of_points():
-        label = labels.get(name, "(a point of an earlier sweep)")
+        label = one_line(labels.get(name, "(a point of an earlier sweep)"))
         if wanted in label or name.startswith(wanted):
             say(f"{name[:12]}  job {task}  {log_of(submission, task)}  {label}")
             found += 1

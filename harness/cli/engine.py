@@ -268,9 +268,9 @@ def calibrated_config(overrides: tuple[str, ...]) -> "RunConfig":
     """The one configured point, checked as a measured one. Raises UserError."""
     from harness.config.checks import checked
     from harness.config.compose import normalise
+    from harness.environment import check_engine
     from harness.point.run import check_model
     from harness.sweep.plan import one_configuration
-    from harness.workload.devices import check_engine
 
     config = checked(normalise(one_configuration(overrides, "calibrate takes")))
     check_engine(config.engine)

@@ -124,12 +124,20 @@ def _scrape(flags: argparse.Namespace, folder: Path) -> None:
 def calibrate_from_log(arguments: Arguments) -> int:
     """`calibrate --from-log`: fit a device to a log, write it as a file, print what it is worth."""
     from harness.twin.configured import configured
-    from harness.twin.fit import deployment_file, doubts, explains_nothing, fit_schedule, write_device
+    from harness.twin.fit import (
+        deployment_file,
+        doubts,
+        explains_nothing,
+        fit_schedule,
+        workload_file,
+        write_device,
+    )
     from harness.twin.reading import read_engine_log
 
     flags = arguments.flags
     log = read_engine_log(Path(flags.from_log).expanduser())
     found = configured(log, arguments.overrides)
+    say(log.client)
     for warning in found.warnings:
         remark(warning)
     path = Path(flags.out or f"results/devices/{found.config.device.name}.yaml").expanduser()
@@ -160,14 +168,12 @@ def calibrate_from_log(arguments: Arguments) -> int:
     say(f"error on the other {fit.held_out.requests}, which the fit never saw: {fit.held_out}")
     say(f"  before the fit: {fit.before}")
     for one in fit.constants:
-        how = "learned" if one.learned else "mostly the prior"
-        say(
-            f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({how}, spread {100 * one.spread:.0f} %)"
-        )
+        say(f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({one.how})")
     say(f"kept in {path} and {deployment_file(path).name}; start from this deployment with")
     say(
         f"  deployment={deployment_file(path)} (device={path} is the hardware alone, without the engine's settings)"
     )
+    say(f"  trace=pagetwin trace.path={workload_file(path)} is its load, sent as its client did")
     return 0
 
 

@@ -153,9 +153,8 @@ def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
 
     config = checked(normalise(one_configuration(("measure=false", *overrides), "capacity takes")))
     if config.execute.place is not Place.local:
-        raise ConfigError(
-            "execute", "capacity searches on this machine alone, in processes of its own (workers=N)"
-        )
+        reason = "capacity searches on this machine alone, in processes of its own (workers=N)"
+        raise ConfigError("execute", reason)
     deployment = deployment_of(config)
     check_cost(deployment)
     return config

@@ -125,10 +125,8 @@ def check_installed() -> None:
         raise ConfigError("execute", f"slurm needs submitit: {install_hint('cluster')}")
     gone = [name for name in ("sbatch", "squeue", "scancel", "srun") if which(name) is None]
     if gone:
-        raise ConfigError(
-            "execute",
-            f"slurm needs {', '.join(gone)}, not found here; run this on a login node of the cluster",
-        )
+        reason = f"slurm needs {', '.join(gone)}, not found here; run this on a login node of the cluster"
+        raise ConfigError("execute", reason)
 
 
 def run_on_slurm(

@@ -152,8 +152,8 @@ def roofline(state: ReplayState) -> tuple[float, float]:
     rates = state.prices.rates
     token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
     host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
-    reduce_s, overlaps, decode_kv_s, copy_s = rates[9], rates[10], rates[11], rates[12]
-    swap_s, transfer_s = rates[13], rates[14]
+    reduce_s, overlaps, decode_kv_s, copy_s, gather_s = rates[9], rates[10], rates[11], rates[12], rates[13]
+    swap_s, transfer_s = rates[14], rates[15]
     prompts = max(features[AT.prefill_kv] * kv_s, features[AT.prefill_work] * pair_s)
     decodes = max(features[AT.decode_kv] * decode_kv_s, features[AT.decode_kv] * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[AT.rows] * row_s)
@@ -167,7 +167,8 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         dense = max(dense, weights_s)
     seconds = dense + attention_s + features[AT.copied_slots] * copy_s + host_s
     if reduce_s or link_s:
-        seconds = seconds + (features[AT.tokens] * link_s + reduce_s)
+        gather = features[AT.sampled_rows] * gather_s
+        seconds = seconds + (features[AT.tokens] * link_s + gather + reduce_s)
     seconds = seconds + (features[AT.swapped_slots] * swap_s + features[AT.swapped_blocks] * transfer_s)
     return seconds, attention_s
 

@@ -62,6 +62,9 @@ class Asked:
     drafts: bool
     may_share: bool
     experts: bool
+    waits: (
+        str | None
+    )  # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
 
     @property
     def single(self) -> bool:
@@ -82,7 +85,14 @@ def asked_of(config: RunConfig) -> Asked:
         drafts=decoding.draft_tokens > 0,
         may_share=config.cache.prefix_caching,
         experts=model.experts > 0,
+        waits=_waits(config.replay),
     )
+
+
+def _waits(replay: ReplayConfig) -> str | None:
+    if replay.mode in (ReplayMode.closed, ReplayMode.sessions):
+        return str(replay.mode)
+    return "capped" if replay.max_in_flight else None
 
 
 @dataclass(frozen=True)
@@ -273,11 +283,16 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "replay.mode",
-        lambda a: _if(a.replay.mode in (ReplayMode.closed, ReplayMode.sessions), a.replay.mode),
+        lambda a: a.waits,
         {
             Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
             "poisson, gamma, offline)",
         },
+    ),
+    Capability(
+        "device.frontend_request_us",
+        lambda a: a.device.frontend_request_us or a.device.frontend_token_us or None,
+        {Way.compiled: "the server's front end delays requests"},
     ),
     Capability(
         "replay.duration_s",

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode, StateMode
 from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
 from harness.config.capabilities import check_combinations
@@ -72,9 +72,8 @@ def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
     if cache.keep is not Keep.recent and cache.eviction is not None:
         yield ConfigError("cache.keep", f"found {cache.keep} beside cache.eviction; choose one of them")
     if config.replay.optimum and config.scheduler.order is not None:
-        yield ConfigError(
-            "replay.optimum", "found true, but not with scheduler.order: ties of its order are not known"
-        )
+        reason = "found true, but not with scheduler.order: ties of its order are not known"
+        yield ConfigError("replay.optimum", reason)
 
 
 def check_decoding(config: RunConfig) -> Iterator[ConfigError]:
@@ -92,18 +91,14 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
     for name in ("max_running", "max_batched_tokens"):
         limit = getattr(limits, name)
         if width > limit and decoding.sharing is not Sharing.prefix_cache:
-            yield ConfigError(
-                key, f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
-            )
+            reason = f"found {width}, more than scheduler.{name}={limit}: a group runs in one step"
+            yield ConfigError(key, reason)
     if beams and config.model.path is None and width > config.model.vocab:
-        yield ConfigError(
-            key, f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
-        )
+        reason = f"found {width}, more than the tokens there are (model.vocab={config.model.vocab})"
+        yield ConfigError(key, reason)
     if not beams and decoding.mode is DecodingMode.greedy and decoding.n > 1:
-        yield ConfigError(
-            "decoding.n",
-            f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample",
-        )
+        reason = f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample"
+        yield ConfigError("decoding.n", reason)
     if 0 < decoding.temperature < _LEAST_TEMPERATURE:
         yield ConfigError(
             "decoding.temperature",
@@ -125,9 +120,8 @@ def _sharing(config: RunConfig) -> Iterator[ConfigError]:
         return
     head = f"found {sharing}"
     if cache.policy is not CachePolicy.paged or cache.copy_at_fork:
-        yield ConfigError(
-            "decoding.sharing", f"{head}, which needs cache.policy=paged and cache.copy_at_fork=false"
-        )
+        reason = f"{head}, which needs cache.policy=paged and cache.copy_at_fork=false"
+        yield ConfigError("decoding.sharing", reason)
     if sharing is Sharing.tail_at_fork and config.measure and decoding.beam_width > 1:
         yield ConfigError("decoding.sharing", NO_INDIRECTION)
     if sharing is Sharing.prefix_cache:
@@ -193,10 +187,8 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
                 "set it, or preemption=recompute",
             )
         elif cache.host_tokens < cache.block_size:
-            yield ConfigError(
-                "cache.host_tokens",
-                f"found {cache.host_tokens}, less than one block (cache.block_size={cache.block_size})",
-            )
+            reason = f"found {cache.host_tokens}, less than one block (cache.block_size={cache.block_size})"
+            yield ConfigError("cache.host_tokens", reason)
     if scheduler.long_prefill_tokens is not None and not scheduler.chunked_prefill:
         yield ConfigError(
             "scheduler.long_prefill_tokens",
@@ -209,14 +201,11 @@ def check_trace(config: RunConfig) -> Iterator[ConfigError]:
     trace = config.trace
     generated = trace.format is TraceFormat.generated
     if generated and trace.path is not None:
-        yield ConfigError(
-            "trace.path",
-            f"found '{trace.path}', but trace.format=generated reads no file; choose trace=azure, ...",
-        )
+        reason = f"found '{trace.path}', but trace.format=generated reads no file; choose trace=azure, ..."
+        yield ConfigError("trace.path", reason)
     elif not generated and not trace.path:
-        yield ConfigError(
-            "trace.path", f"missing: trace.format={trace.format} reads a file; add trace.path=FILE"
-        )
+        reason = f"missing: trace.format={trace.format} reads a file; add trace.path=FILE"
+        yield ConfigError("trace.path", reason)
     elif not generated and trace.path:
         yield from check_trace_file(trace.path, trace.format in FOLDER_FORMATS)
     yield from _arrivals(config)
@@ -226,9 +215,8 @@ def check_trace(config: RunConfig) -> Iterator[ConfigError]:
             f"found {trace.sharing}, but a file has its own sharing; use workload.prefix_share to replace it",
         )
     if trace.format is TraceFormat.sharegpt and not trace.tokenizer:
-        yield ConfigError(
-            "trace.tokenizer", "missing: trace.format=sharegpt holds text; add trace.tokenizer=FOLDER"
-        )
+        reason = "missing: trace.format=sharegpt holds text; add trace.tokenizer=FOLDER"
+        yield ConfigError("trace.tokenizer", reason)
 
 
 def _arrivals(config: RunConfig) -> Iterator[ConfigError]:
@@ -247,9 +235,8 @@ def _arrivals(config: RunConfig) -> Iterator[ConfigError]:
             "change their rate with workload.request_rate",
         )
     if not recorded and trace.arrival_rate is None:
-        yield ConfigError(
-            "trace.arrival_rate", f"missing: trace.arrivals={trace.arrivals} needs requests per second"
-        )
+        reason = f"missing: trace.arrivals={trace.arrivals} needs requests per second"
+        yield ConfigError("trace.arrival_rate", reason)
     if recorded and trace.arrival_rate is not None:
         yield ConfigError(
             "trace.arrival_rate",
@@ -277,10 +264,8 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
             f"found {cache.pool_blocks}, but cache.policy={cache.policy} has no blocks; use cache.pool_tokens",
         )
     if pool is not None and cache.policy is CachePolicy.paged and pool < cache.block_size:
-        yield ConfigError(
-            "cache.pool_tokens",
-            f"found {pool}, less than one block (cache.block_size={cache.block_size}); enlarge the pool",
-        )
+        reason = f"found {pool}, less than one block (cache.block_size={cache.block_size}); enlarge the pool"
+        yield ConfigError("cache.pool_tokens", reason)
     if cache.policy is CachePolicy.contiguous_max and pool and longest and pool < longest:
         yield ConfigError(
             "cache.pool_tokens",
@@ -301,20 +286,15 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
     if model.path is not None:
         return  # the checkpoint's own config decides; harness.point checks it
     if model.heads > 0 and model.kv_heads > 0 and model.heads % model.kv_heads:
-        yield ConfigError(
-            "model.kv_heads", f"found {model.kv_heads}, must divide model.heads={model.heads} evenly"
-        )
+        reason = f"found {model.kv_heads}, must divide model.heads={model.heads} evenly"
+        yield ConfigError("model.kv_heads", reason)
     if longest is not None and longest > model.max_position:
-        yield ConfigError(
-            "cache.max_model_len",
-            f"found {longest}, more than model.max_position={model.max_position}; lower it or set null",
-        )
+        reason = f"found {longest}, more than model.max_position={model.max_position}; lower it or set null"
+        yield ConfigError("cache.max_model_len", reason)
     yield from _experts(model)
     if model.latent_rank and not (model.rope_dim and model.value_dim):
-        yield ConfigError(
-            "model.latent_rank",
-            f"found {model.latent_rank}, but model.rope_dim or model.value_dim is 0; set both",
-        )
+        reason = f"found {model.latent_rank}, but model.rope_dim or model.value_dim is 0; set both"
+        yield ConfigError("model.latent_rank", reason)
     if model.windowed_layers > model.layers or bool(model.windowed_layers) != bool(model.window):
         yield ConfigError(
             "model.windowed_layers",
@@ -328,10 +308,10 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
     """Layers with a recurrent state beside those of attention."""
     model, cache = config.model, config.cache
     if bool(model.state_layers) != bool(model.state_bytes):
-        yield ConfigError(
-            "model.state_bytes",
-            f"found {model.state_bytes} with model.state_layers={model.state_layers}; set both, or neither",
+        reason = (
+            f"found {model.state_bytes} with model.state_layers={model.state_layers}; set both, or neither"
         )
+        yield ConfigError("model.state_bytes", reason)
     if not model.state_layers:
         return
     # a checkpoint has its own layers
@@ -348,11 +328,14 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
             f"off, but {model.name} has layers with a state, which a pool of one kind of block cannot hold; use "
             "cache.groups=uniform (as vLLM), or another option with groups",
         )
-    if cache.state_every is not None and cache.state_every % cache.block_size:
+    if cache.states is StateMode.none and cache.prefix_caching:
         yield ConfigError(
-            "cache.state_every",
-            f"found {cache.state_every}, must be a multiple of cache.block_size={cache.block_size}",
+            "cache.states",
+            "none keeps no state that a later prompt could find; use align, or cache.prefix_caching=false",
         )
+    if cache.state_every is not None and cache.state_every % cache.block_size:
+        reason = f"found {cache.state_every}, must be a multiple of cache.block_size={cache.block_size}"
+        yield ConfigError("cache.state_every", reason)
     if config.device.tensor_parallel > model.kv_heads:
         yield ConfigError(
             "device.tensor_parallel",
@@ -360,26 +343,21 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
             "are repeated on each device and states are not, and pages of two such ratios are not modelled",
         )
     if config.cost.kind not in (CostKind.auto, CostKind.roofline):
-        yield ConfigError(
-            "cost.kind",
-            f"found {config.cost.kind}, which has no price of layers with a state; use cost=roofline",
-        )
+        reason = f"found {config.cost.kind}, which has no price of layers with a state; use cost=roofline"
+        yield ConfigError("cost.kind", reason)
 
 
 def _experts(model: ModelConfig) -> Iterator[ConfigError]:
     if not model.experts:
         return
     if model.experts_per_token > model.experts:
-        yield ConfigError(
-            "model.experts_per_token",
-            f"found {model.experts_per_token}, more than model.experts={model.experts}",
-        )
+        reason = f"found {model.experts_per_token}, more than model.experts={model.experts}"
+        yield ConfigError("model.experts_per_token", reason)
     if not model.expert_intermediate:
         yield ConfigError("model.expert_intermediate", "found 0, but there are experts; set the width of one")
     if model.dense_layers > model.layers:
-        yield ConfigError(
-            "model.dense_layers", f"found {model.dense_layers}, more than model.layers={model.layers}"
-        )
+        reason = f"found {model.dense_layers}, more than model.layers={model.layers}"
+        yield ConfigError("model.dense_layers", reason)
 
 
 def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:

@@ -21,12 +21,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from engine.core.options import CachePolicy, GroupPages, Keep
 from engine.runtime.options import Dtype
-from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.execution import applicable
 from harness.config.groups import conf_dir
 from harness.config.option_files import apply_option_file
 from harness.config.overrides import Setting, config_keys, refuse_resolver
+from harness.config.paths import read_checkpoint
 from harness.config.schema import (
     CostConfig,
     CostKind,
@@ -92,7 +92,12 @@ def normalise(config: RunConfig) -> RunConfig:
         cache = with_values(cache, placement=plain.placement)
     if cache.groups is GroupPages.off:
         cache = with_values(
-            cache, window_hits=plain.window_hits, behind_first=plain.behind_first, state_every=None
+            cache,
+            window_hits=plain.window_hits,
+            retention_interval=plain.retention_interval,
+            behind_first=plain.behind_first,
+            states=plain.states,
+            state_every=None,
         )
     if not cache.prefix_caching:
         cache = with_values(cache, keep=plain.keep, answers=False)
@@ -152,6 +157,8 @@ def _replay(replay: ReplayConfig) -> ReplayConfig:
     unused: dict[str, Any] = {}
     if replay.mode is not ReplayMode.closed:
         unused["users"] = neutral.users
+    else:
+        unused["max_in_flight"] = neutral.max_in_flight
     if replay.mode not in (ReplayMode.closed, ReplayMode.sessions):
         unused["think_s"] = neutral.think_s
     if replay.mode is not ReplayMode.gamma:
@@ -312,24 +319,24 @@ def _dtype_of_checkpoint(config: "RunConfig | DictConfig") -> str | None:
     if not config.model.path:
         return None
     try:
-        facts = CheckpointFacts(config.model.path)
+        found = read_checkpoint(config.model.path)
     except ConfigError:
         return None  # the check of the model says what is wrong with the file
-    if facts.dtype is None:
+    if found.dtype is None:
         if not config.measure and config.device.name != CPU and config.model.dtype == Dtype.float32:
             raise ConfigError(
                 "model.dtype",
-                f"{facts.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
+                f"{found.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
                 "for a GPU needs it; add model.dtype=bfloat16 (or float16, float32)",
             )
         return None
-    if not isinstance(facts.dtype, str) or facts.dtype not in Dtype.__members__:
+    if not isinstance(found.dtype, str) or found.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)
         raise ConfigError(
             "model.dtype",
-            f"found {facts.dtype!r} in {facts.file}; allowed: {allowed}. Name one of them to convert the weights",
+            f"found {found.dtype!r} in {found.file}; allowed: {allowed}. Name one of them to convert the weights",
         )
-    return facts.dtype
+    return found.dtype
 
 
 def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:

@@ -65,9 +65,8 @@ def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     for name in ("options", "setup", "python", "srun", "folder"):
         yield from _text(f"execute.{name}", getattr(execute, name))
     if execute.partition is not None and not _PARTITION.fullmatch(execute.partition):
-        yield ConfigError(
-            "execute.partition", f"found '{execute.partition}', must be names of letters, digits and . _ -"
-        )
+        reason = f"found '{execute.partition}', must be names of letters, digits and . _ -"
+        yield ConfigError("execute.partition", reason)
     if execute.address is not None and not _is_address(execute.address):
         yield ConfigError(
             "execute.address",
@@ -95,9 +94,8 @@ def _text(key: str, value: str | None) -> Iterator[ConfigError]:
     if value is None:
         return
     if not value.strip() or not value.isprintable() or len(value) > _LONGEST:
-        yield ConfigError(
-            key, f"must be one line of 1 to {_LONGEST:,} printable characters, or null; found {value[:80]!r}"
-        )
+        reason = f"must be one line of 1 to {_LONGEST:,} printable characters, or null; found {value[:80]!r}"
+        yield ConfigError(key, reason)
 
 
 def _options(key: str, text: str | None, ours: "dict[str, str | None]") -> Iterator[ConfigError]:

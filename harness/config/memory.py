@@ -3,7 +3,7 @@
 A point that cannot fit is refused while it is planned, and a sweep starts no more worker processes than fit. The
 figures are rounded up from runs of 20,000 to 100,000 generated requests (Python 3.11, 64 bits). They leave out the
 pool: the policy core keeps blocks that were given out at least once, and the engine's tensors have a check of their own
-(`harness.workload.devices`).
+(`harness.environment`).
 """
 
 import os

@@ -109,6 +109,12 @@ def _refuse_odd(node: yaml.Node | None) -> None:
             raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from None
 
 
+def spelt(value: Any, kind: type) -> Any:
+    """A value of a file as its key's type spells it: YAML reads `off` as false, which some choices are called."""
+    is_off = value is False and issubclass(kind, StrEnum) and "off" in kind.__members__
+    return "off" if is_off else value
+
+
 def is_option_file(value: Any) -> bool:
     """Whether the value of a group names a file, and not an option: it ends as YAML files do."""
     return isinstance(value, str) and value.endswith(SUFFIXES)
@@ -131,11 +137,10 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     known = set(section)
     for key, (value, line) in found.items():
         if key not in known:
-            raise _error(
-                file, line, group, f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
-            )
+            reason = f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
+            raise _error(file, line, group, reason)
         refuse_in_file(f"{group}.{key}", value, f"{file}:{line}")
-        start[key] = value
+        start[key] = spelt(value, type(_defaults(group)[key]))
     missing = [key for key in _NEEDED.get(group, ()) if key not in start]
     if missing:
         raise _error(
@@ -168,9 +173,8 @@ def _defaults(group: str) -> dict[str, Any]:
 def _base_values(file: Path, group: str, base: tuple[Any, int]) -> dict[str, Any]:
     value, line = base
     if value not in groups()[group]:
-        raise _error(
-            file, line, group, f"base names no option ({value!r}); the options are\n{list_options(group)}"
-        )
+        reason = f"base names no option ({value!r}); the options are\n{list_options(group)}"
+        raise _error(file, line, group, reason)
     return {key: value for key, (value, _) in _entries(option_file(group, value), group)}
 
 

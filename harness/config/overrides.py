@@ -209,9 +209,8 @@ def with_own_options(words: Sequence[str], folder: Path) -> list[str]:
     shipped = {**groups(), EXPERIMENTS: experiments()}
     for (group, name), file in own.items():
         if group not in shipped:
-            raise UserError(
-                f"--config-dir: {file}: '{group}' is no group; the groups are {', '.join(shipped)}"
-            )
+            reason = f"--config-dir: {file}: '{group}' is no group; the groups are {', '.join(shipped)}"
+            raise UserError(reason)
         if name in shipped[group]:
             raise UserError(f"--config-dir: {file}: '{name}' is the name of a shipped option; choose another")
     return [_with_files(word, own) for word in words]
@@ -263,9 +262,8 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
             and not any(fnmatchcase(name, unwanted) for unwanted in override._value.exclude)
         ]
         if not found:
-            raise ConfigError(
-                key, f"no option fits '{_shown(override)}'; the options are\n{list_options(key)}"
-            )
+            reason = f"no option fits '{_shown(override)}'; the options are\n{list_options(key)}"
+            raise ConfigError(key, reason)
         return [(name, f"{key}={name}") for name in found]
     if isinstance(override._value, Glob):
         raise ConfigError(key, f"'{_shown(override)}' chooses among the files of a group, and {key} is none")
@@ -282,17 +280,14 @@ def _listed(override: Override, key: str) -> list[str]:
     try:
         values = list(islice(override.sweep_string_iterator(), MOST_POINTS + 1))
     except ValueError as error:
-        raise ConfigError(
-            key, f"cannot read '{_shown(override)}': {error}; use range(start,stop,step)"
-        ) from None
+        reason = f"cannot read '{_shown(override)}': {error}; use range(start,stop,step)"
+        raise ConfigError(key, reason) from None
     if len(values) > MOST_POINTS:
-        raise ConfigError(
-            key, f"'{_shown(override)}' has more than {MOST_POINTS:,} values; take larger steps"
-        )
+        reason = f"'{_shown(override)}' has more than {MOST_POINTS:,} values; take larger steps"
+        raise ConfigError(key, reason)
     if not values:
-        raise ConfigError(
-            key, f"'{_shown(override)}' has no value; a range counts from start to before stop: range(8,33,8)"
-        )
+        reason = f"'{_shown(override)}' has no value; a range counts from start to before stop: range(8,33,8)"
+        raise ConfigError(key, reason)
     return values
 
 
@@ -308,10 +303,8 @@ def _shown(override: Override) -> str:
 def _check_option(setting: Setting) -> None:
     if is_option_file(setting.value):
         if not Path(setting.value).expanduser().is_file():
-            raise ConfigError(
-                setting.key, f"no such file: '{setting.value}' (looked for {Path(setting.value).absolute()})"
-            )
+            reason = f"no such file: '{setting.value}' (looked for {Path(setting.value).absolute()})"
+            raise ConfigError(setting.key, reason)
     elif setting.value not in groups()[setting.key]:
-        raise UnknownKeyError(
-            setting.key, f"no option '{setting.value}'; the options are\n{list_options(setting.key)}"
-        )
+        reason = f"no option '{setting.value}'; the options are\n{list_options(setting.key)}"
+        raise UnknownKeyError(setting.key, reason)

@@ -1,9 +1,13 @@
-"""Files and folders that a configuration names: whether they exist and can be read or written."""
+"""What a configuration names: files and folders that must exist or be writable, and the config.json of a checkpoint."""
 
+import json
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
+from os.path import expanduser
 from pathlib import Path
+from typing import Any
 
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
@@ -81,9 +85,8 @@ def check_out(out: str) -> Iterator[ConfigError]:
     if not out.strip():
         yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
     elif is_url(out):
-        yield ConfigError(
-            "out", f"'{out[:200]}' is no folder; only the store of a sweep may lie on object storage"
-        )
+        reason = f"'{out[:200]}' is no folder; only the store of a sweep may lie on object storage"
+        yield ConfigError("out", reason)
     else:
         yield from _check_folder("out", out)
 
@@ -109,9 +112,8 @@ def check_kernels(key: str, named: str | None) -> Iterator[ConfigError]:
     elif not os.access(file, os.R_OK):
         yield ConfigError(key, f"'{file}' cannot be read: permission denied")
     elif not _is_parquet(file):
-        yield ConfigError(
-            key, f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
-        )
+        reason = f"'{file}' is no Parquet table; name what 'python -m harness bench kernels' wrote"
+        yield ConfigError(key, reason)
 
 
 def _is_parquet(file: Path) -> bool:
@@ -145,3 +147,45 @@ def check_paths(config: RunConfig) -> list[ConfigError]:
         check_kernels("report.kernels", config.report.kernels),
     )
     return [error for errors in paths for error in errors]
+
+
+@dataclass(frozen=True)
+class CheckpointFile:
+    """A checkpoint's config.json: the `whole`, and the `text` part of a model with several parts (else the whole)."""
+
+    file: Path
+    whole: dict[str, Any]
+    text: dict[str, Any]
+
+    @property
+    def dtype(self) -> Any:
+        """The element type of the weights as it is written, without the prefix `torch.`; None where nothing is said."""
+        found = next(
+            (
+                part[key]
+                for part in (self.whole, self.text)
+                for key in ("dtype", "torch_dtype")
+                if part.get(key)
+            ),
+            None,
+        )
+        if found == "auto":
+            return None
+        return found.removeprefix("torch.") if isinstance(found, str) else found
+
+
+def read_checkpoint(path: str, key: str = "model.path") -> CheckpointFile:
+    """The config.json in the folder `path`, which the setting `key` names.
+
+    Raises:
+        ConfigError: config.json cannot be read, or is no object.
+    """
+    file = Path(expanduser(path)) / "config.json"
+    try:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(key, f"{file}: not a readable checkpoint configuration ({error})") from error
+    inner = whole.get("text_config") if isinstance(whole, dict) else None
+    if not isinstance(whole, dict) or not isinstance(inner, dict | None):
+        raise ConfigError(key, f"{file}: it and its text_config must be objects of names and values")
+    return CheckpointFile(file, whole, inner or whole)

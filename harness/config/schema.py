@@ -18,6 +18,7 @@ from engine.core.options import (
     SchedulerOptions,
     Sharing,
     SpeculationMode,
+    StateMode,
     WindowHits,
 )
 from engine.runtime.options import Audit, Backend, Dtype, KVDtype
@@ -233,9 +234,14 @@ class CacheConfig:
     window_hits: WindowHits = (
         WindowHits.window
     )  # with groups: which blocks of windowed layers a prefix hit needs
+    retention_interval: int | None = (
+        0  # with groups: of windows and states the prefix cache keeps what a hit needs at
+    )
+    # checkpoints, and every so many tokens; null: at every match unit (vLLM's prefix_cache_retention_interval)
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
+    states: StateMode = StateMode.align  # with groups: which states layers with recurrent state keep
     state_every: int | None = (
-        None  # tokens between two kept states, but for groups=uniform; null: at the end of each block
+        None  # tokens of a block of states, but for groups=uniform; null: as of other layers
     )
 
 
@@ -353,6 +359,9 @@ class DeviceConfig:
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
+    # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
+    frontend_request_us: float = 0.0
+    frontend_token_us: float = 0.0
     fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
 
 
@@ -384,6 +393,9 @@ class ReplayConfig:
     repeats: int = 3  # measured runs; their spread is shown beside every error
     mode: ReplayMode = ReplayMode.trace
     users: int = 16  # mode=closed
+    # Requests that the client has in flight at most; it sends more when an answer ends. null: as the trace's client
+    # does; 0: no limit
+    max_in_flight: int | None = None
     think_s: float = 0.0  # closed, sessions: mean exponential pause of users, where the trace has none
     burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
     duration_s: float | None = None  # stop then, in virtual time; null: when all requests have ended

@@ -23,6 +23,7 @@ from harness.replay.cost_model import Amount
 
 DECODE_AXES = ("rows", "KV slots a row")
 PREFILL_AXES = ("chunk", "context")
+GRID_BLOCK_SIZE = 16  # tokens a block in the runs that measure the decode grid
 Axes = tuple[tuple[float, ...], ...]
 Pair = tuple[float, float]
 GridPoint = tuple[float, float, float]  # place on the first axis, place on the second, seconds
@@ -224,9 +225,8 @@ def _in_triangles(seconds: Mapping[Pair, float], places: FloatArray) -> FloatArr
     try:
         between = LinearNDInterpolator(timed, np.log(list(seconds.values())), rescale=True)
     except QhullError as error:
-        raise GridError(
-            f"{len(seconds)} timed shapes, which lie on one line; a grid needs an area"
-        ) from error
+        reason = f"{len(seconds)} timed shapes, which lie on one line; a grid needs an area"
+        raise GridError(reason) from error
     middle = timed.mean(axis=0)
     return np.asarray(np.exp(between(middle + (np.log(places) - middle) * _INWARDS)))
 

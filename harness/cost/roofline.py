@@ -1,5 +1,7 @@
 """A cost model for devices that are not available: bytes moved, operations, and fixed times.
 
+The constants of a device come from a datasheet, an assumption, the user, or a fit; `origins` says which.
+
 How the block size changes decode attention comes from a table of the static model of our Triton kernels:
 `conf/block_sizes.csv` is made from the compiled kernels (`harness.kernel_speed.block_sizes`) and read here, where no
 compiler is needed. It is a model and no measurement: no public table has the block size as an axis, so nothing could
@@ -7,7 +9,8 @@ judge this one.
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
@@ -17,7 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.config.errors import UserError
-from harness.config.groups import conf_dir
+from harness.config.groups import conf_dir, groups, option_file
+from harness.config.schema import DeviceConfig, EngineDevice
 from harness.cost.model_shape import ModelShape
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
@@ -103,9 +107,10 @@ class RooflineCost:
 
     Causal attention does 4 x heads x head_dim FLOP per query-key pair. With tensor parallelism (Megatron-LM's split,
     Shoeybi et al. 2019) each device holds and reads its share of weights and heads, and every layer ends in two
-    all-reduces of the activations, in which a ring sends 2 (n - 1) / n of their bytes. A swapped block is 2 x layers
-    transfers, K and V of each layer lying apart: the smaller the block, the more a byte costs (SOSP'23 paper on paged
-    attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
+    all-reduces of the activations, in which a ring sends 2 (n - 1) / n of their bytes. The logits of sampled rows are
+    gathered once a step, in the element type of the model as vLLM's `LogitsProcessor` does: (n - 1) / n of their bytes.
+    A swapped block is 2 x layers transfers, K and V of each layer lying apart: the smaller the block, the more a byte
+    costs (SOSP'23 paper on paged attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
 
     Of a mixture of experts a step reads the experts that its tokens are expected to touch, if they choose independently
     of one another; on whole experts per device the expected load of the busiest device counts. Windowed layers read and
@@ -154,7 +159,7 @@ class RooflineCost:
         self._attention_s = model.layers * device.attention_overhead_s
         states = share * 2.0 * model.state_layers * model.state_bytes / reading_kv
         self._row_s = model.layers * device.row_overhead_s + states
-        self._link_s, self._reduce_s = _all_reduces(model, device)
+        self._link_s, self._gather_s, self._reduce_s = _links(model, device)
 
     @property
     def has_windows(self) -> bool:
@@ -172,8 +177,8 @@ class RooflineCost:
         """What the compiled replay prices with beside `reading`, in seconds.
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token, all-reduces; 1 if the dense layers overlap; KV slot of a decode row; slot that is copied; slot
-        and block that are swapped.
+        link per token, fixed time of the links; 1 if the dense layers overlap; KV slot of a decode row; slot that is
+        copied; link per sampled row; slot and block that are swapped.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
@@ -181,8 +186,7 @@ class RooflineCost:
             float(self.device.overlaps),
             self._decode_kv_s,
             self._copy_s,
-            self._swap_s,
-            self._transfer_s,
+            *(self._gather_s, self._swap_s, self._transfer_s),
         )
 
     def price(self, features: Sequence[Amount]) -> Price:
@@ -219,7 +223,8 @@ class RooflineCost:
         tokens = features[AT.tokens]
         seconds = dense + attention + features[AT.copied_slots] * self._copy_s + self._host_s
         if self._reduce_s or self._link_s:
-            seconds = seconds + (tokens * self._link_s + self._reduce_s)
+            rows = features[AT.sampled_rows]
+            seconds = seconds + (tokens * self._link_s + rows * self._gather_s + self._reduce_s)
         seconds = seconds + self._swapping(features)
         if self._draft:
             seconds = seconds + self._draft.seconds(features)
@@ -246,14 +251,14 @@ class _Draft:
 
     def __init__(self, model: ModelShape, device: DeviceShape) -> None:
         share = 1.0 / device.parallel
-        link_s, reduce_s = _all_reduces(model, device)
+        link_s, gather_s, reduce_s = _links(model, device)
         work = model.token_weights + model.hidden * model.vocab
         self._token_s = share * 2.0 * work / (device.flops * device.compute_efficiency)
         self._weights_s = share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency)
         kv_bytes = model.kv_share(device.parallel) * model.kv_bytes_per_token
         self._kv_s = kv_bytes / (device.bandwidth * device.kv_efficiency)
         self._pass_s = model.layers * (device.layer_overhead_s + device.attention_overhead_s) + reduce_s
-        self._link_s = link_s
+        self._link_s = link_s + gather_s  # each token that it proposes has logits
 
     def seconds(self, features: Sequence[Amount]) -> Amount:
         """Seconds of all draft passes of a step."""
@@ -262,13 +267,17 @@ class _Draft:
         return dense + (features[AT.draft_kv] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
 
 
-def _all_reduces(model: ModelShape, device: DeviceShape) -> tuple[float, float]:
-    """Seconds per token and per step of the all-reduces after attention and after the MLP of every layer."""
+def _links(model: ModelShape, device: DeviceShape) -> tuple[float, float, float]:
+    """Seconds on the links: per token, per row with logits, and per step.
+
+    A token meets an all-reduce after attention and one after the MLP of every layer, a row an all-gather of its logits.
+    """
     if device.parallel == 1:
-        return 0.0, 0.0
-    sent = 2.0 * (device.parallel - 1) / device.parallel * model.hidden * model.bytes_per_element
-    rate = device.link_bandwidth * device.link_efficiency
-    return 2.0 * model.layers * sent / rate, 2.0 * model.layers * device.link_latency_s
+        return 0.0, 0.0, 0.0
+    sent_s = (device.parallel - 1) / device.parallel * model.bytes_per_element
+    sent_s /= device.link_bandwidth * device.link_efficiency
+    reduces = 2 * model.layers
+    return reduces * 2.0 * model.hidden * sent_s, model.vocab * sent_s, (reduces + 1) * device.link_latency_s
 
 
 def _larger(one: Amount, other: Amount) -> Amount:
@@ -385,3 +394,82 @@ def block_size_factor(
             raise LookupError(f"a cache of {element_bytes} bytes an element on {device}")
         raise LookupError(f"block size {block_size}; it holds {', '.join(map(str, sizes))}")
     return table[device, element_bytes, block_size]
+
+
+DATASHEET = (
+    *("memory_gb", "bandwidth_gbs", "tflops", "multiprocessors", "l2_mib", "clock_ghz"),
+    *("link_gbs", "host_link_gbs"),
+)
+ASSUMED: Mapping[str, tuple[float, float]] = {
+    "bandwidth_efficiency": (0.75, 0.95),
+    "kv_efficiency": (0.8, 1.0),
+    "compute_efficiency": (0.5, 0.8),
+    "attention_efficiency": (0.4, 0.6),
+    "step_overhead_us": (200.0, 1500.0),
+    "layer_overhead_us": (2.0, 15.0),
+    "attention_overhead_us": (8.0, 16.0),
+    "row_overhead_us": (0.1, 0.25),
+    "link_efficiency": (0.24, 0.75),
+    "link_latency_us": (5.0, 20.0),
+}
+"""Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
+
+Shares and times of attention: published kernel timings of A100, H100 and H200. Shares of dense layers and times of a
+step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides. Share of the link: published
+timings of all-reduces of two GPUs (AIConfigurator's tables), the lowest without direct access over PCIe.
+"""
+
+
+TIMED = ("a100_40gb", "a100_80gb", "h100", "h200")
+"""Devices whose decode attention has constants from published timings of the same GPU."""
+ATTENTION_ERROR = {
+    "timed": "fitted to published timings of this GPU: expect 6 to 11 % of error on a kernel's time",
+    "other": "not fitted on this GPU: from one generation to another the form missed published timings by 23 to 59 %, "
+    "mostly where the KV fits the L2 cache; cost=operators or cost=published takes timings of the GPU",
+}
+"""Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
+
+FRONT_END = ("frontend_request_us", "frontend_token_us")
+"""What a server takes before the scheduler's queue. No description of a device knows it; a log of a client shows it."""
+
+_FROM_ELSEWHERE = ("attention_overhead_us", "link_efficiency", "link_latency_us")
+FITTED = (*(name for name in ASSUMED if name not in _FROM_ELSEWHERE), *FRONT_END)
+"""The keys that a fit to the log of one device moves (`harness.twin.fit.CONSTANTS`)."""
+
+
+def origins(device: DeviceConfig) -> dict[str, str]:
+    """Where each constant of a device's prices comes from, by key."""
+    if device.name == EngineDevice.cpu.value:
+        return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
+    known = {name: origin_of(device, name) for name in DATASHEET}
+    known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
+    known |= {name: "as set" if getattr(device, name) else "not priced" for name in FRONT_END}
+    if device.fitted_from is None:
+        known["decode attention"] = ATTENTION_ERROR["timed" if device.name in TIMED else "other"]
+    else:
+        known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
+        if device.tensor_parallel > 1:
+            link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
+            known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
+    return known
+
+
+def origin_of(device: DeviceConfig, name: str) -> str:
+    """Where a rate or a size comes from. A description of the user's may have the name of a preset."""
+    value, preset = getattr(device, name), _preset(device.name)
+    if name not in preset:
+        return "as the description of the device has it"
+    known, assumed = preset[name]
+    if value != known:
+        return f"as the user set it; the preset {device.name} has {known:g}"
+    return f"assumed by the preset {device.name}; no datasheet has it" if assumed else "datasheet"
+
+
+@cache
+def _preset(name: str) -> dict[str, tuple[float, bool]]:
+    """The rates and sizes of a preset, and whether its file marks each as assumed; none where `name` is no preset."""
+    if name not in groups()["device"]:
+        return {}
+    text = option_file("device", name).read_text(encoding="utf-8")
+    lines = re.findall(r"^(\w+): ([\d.]+) *(# assumed)?", text, flags=re.MULTILINE)
+    return {key: (float(value), bool(mark)) for key, value, mark in lines if key in DATASHEET}

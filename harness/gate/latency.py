@@ -61,15 +61,15 @@ class ClockState:
         return tuple(reason for reason in self.reasons if reason != _SLOWDOWNS[_HARMLESS])
 
 
-def clock_state(index: int = 0) -> ClockState:
-    """The present clocks of GPU number `index`; an empty state without NVML."""
+def clock_state() -> ClockState:
+    """The present clocks of the first GPU; an empty state without NVML."""
     try:
         import pynvml
     except ModuleNotFoundError:
         return ClockState()
     try:
         pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
         mask = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle))
         kinds = pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM
         sm, memory = (int(pynvml.nvmlDeviceGetClockInfo(handle, kind)) for kind in kinds)

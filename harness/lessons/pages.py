@@ -134,10 +134,8 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
             "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"
         )
     if config.cache.groups is not GroupPages.off:
-        raise ConfigError(
-            "cache.groups",
-            f"a replay shows the blocks of one table, and {config.cache.groups} has several; use off",
-        )
+        reason = f"a replay shows the blocks of one table, and {config.cache.groups} has several; use off"
+        raise ConfigError("cache.groups", reason)
     resolved = resolve(config)
     if resolved.replicas > 1:
         raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
@@ -155,8 +153,8 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
 
 def _measured(point: Point, cost: CostModel, label: str, progress: Progress | None) -> Recording:
     """One run on the engine. It is warm before, as in a sweep; times are those at the pace of the calibration."""
-    from harness.calibrate.run import reference_of
     from harness.measure.engine import measure, warm_up
+    from harness.measure.pace import reference_of
 
     made, observe = _watching()
     warm = warm_up(point)

@@ -18,15 +18,15 @@ from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
 from harness.config.errors import ConfigError
 from harness.config.schema import Clock
-from harness.environment import engine_device
 from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
+from harness.replay.executors import Executor, PinnedEnds
 from harness.replay.features import FeatureMeter
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment, draft_of, model_spec
 from harness.workload.point import Point
-from harness.workload.simulate import Observe, new_log, replay_point, with_ends
+from harness.workload.simulate import Observe, new_log, replay_point
 from traces.tokens import token_ids
 
 _WARM_UP = 6  # requests
@@ -36,16 +36,16 @@ def loaded_model(deployment: Deployment) -> LoadedModel:
     """The model on its device, loaded once per process; threads are set each time."""
     import torch
 
-    if (device := engine_device(deployment.engine.device)) == "cpu":
+    if deployment.runs_on == "cpu":
         torch.set_num_threads(deployment.engine.threads)
-    return _loaded(model_spec(deployment.model), device)
+    return _loaded(deployment.model_spec, deployment.runs_on)
 
 
 def draft_model(deployment: Deployment, loaded: LoadedModel) -> LoadedModel:
     """The model that proposes tokens: the configured checkpoint, or the model itself."""
     if (path := deployment.decoding.draft_path) is None:
         return loaded
-    return _loaded(model_spec(draft_of(deployment.model, path)), engine_device(deployment.engine.device))
+    return _loaded(model_spec(draft_of(deployment.model, path)), deployment.runs_on)
 
 
 @lru_cache(maxsize=2)
@@ -93,7 +93,9 @@ def measure(
     with _no_collection():
         live: dict[int, Request] = {}
         meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
-        executor = with_ends(point, MeasuredExecutor(runner, clock, meter, yardstick), live)
+        executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
+        if workload.drawn.survival:
+            executor = PinnedEnds(executor, workload.drawn.survival, live)
         same = FixedDurations(executor, step_ns) if step_ns else None
         recording, kept = PlanRecording(client.chosen if client else None), new_log(point)
         beside = replay_point(
@@ -111,7 +113,8 @@ def measure(
 def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], float]) -> Runner:
     """A runner for the point. Raises ConfigError where its groups of layers are not those of the model."""
     deployment, pool, groups = point.deployment, point.pool, point.pool.groups
-    drafts = point.workload.trace_decoding.configured.speculation
+    drafts, graphs = point.workload.trace_decoding.configured.speculation, graphs_of(deployment)
+    draft = draft_model(deployment, loaded) if drafts else None
     try:
         return Runner(
             loaded,
@@ -124,8 +127,8 @@ def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], fl
             audit_every=deployment.engine.audit_every,
             temperature=deployment.decoding.temperature,
             seed=seed,
-            draft=draft_model(deployment, loaded) if drafts else None,
-            graphs=graphs_of(deployment),
+            draft=draft,
+            graphs=graphs,
             groups=groups,
             page_counts=pool.page_counts,
             clock=clock,

@@ -19,7 +19,7 @@ from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import Runner
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import to_ns, to_s
-from harness.replay.executors import Executor, StepTiming
+from harness.replay.executors import AroundEngine, Executor, StepTiming
 from harness.replay.features import FeatureMeter
 
 WINDOW = 8
@@ -157,27 +157,13 @@ class MeasuredExecutor(Executor):
         return StepTiming([max(1, to_ns(seconds))], [attention_s], features, phases)
 
 
-class FixedDurations(Executor):
+class FixedDurations(AroundEngine):
     """Reports the given durations `step_ns` to the replay (those of an earlier run), and keeps the engine's own."""
 
-    max_steps = 1
-
     def __init__(self, engine: Executor, step_ns: Sequence[int]) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._step_ns = step_ns
         self._own_ns: list[int] = []
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._engine.begin()
-
-    def unclocked(self, look: Callable[[], None]) -> None:
-        """Call `look`, outside of the engine's time."""
-        self._engine.unclocked(look)
-
-    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Run the plan."""
-        return self._engine.execute(plan, horizon_ns)
 
     def end(self) -> StepTiming:
         """The engine's timing with the given duration, or with its own where `step_ns` has no more entries.

@@ -139,10 +139,10 @@ _CACHE = (
 )  # fmt: skip
 
 KEEPS_MORE = (
-    "Windows and states keep more here than with vLLM 0.33's default (prefix_cache_retention_interval=0 in its "
-    "config/cache.py): documents asked twice hit 0.458 here and 0.000 there."
+    "Windows and states keep more here than with vLLM 0.33's default (cache.retention_interval=0, as its "
+    "prefix_cache_retention_interval): documents asked twice hit 0.458 here and 0.000 there."
 )
-"""What to know of hits with groups of layers and prefix caching."""
+"""What to know of hits with groups of layers where everything is kept, as in records without the setting."""
 
 _OPTIMUM = (
     Metric("optimal_hit_tokens", "hit tokens, best eviction", "tokens",

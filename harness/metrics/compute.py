@@ -274,7 +274,12 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     if log.optimal_hit_tokens is not None:
         found["optimal_hit_tokens"] = log.optimal_hit_tokens
         found |= dict(_ratio("optimal_hit_ratio", log.optimal_hit_tokens, totals["prompt_scheduled"]))
-    return found if log.waste is None else found | _waste(log.waste, log.steps["seconds"])
+    if log.waste is None:
+        return found
+    seconds, waste = log.steps["seconds"], log.waste
+    return found | waste_shares(
+        {name: float(waste[name].astype(np.float64) @ seconds) for name in WASTE_COLUMNS}
+    )
 
 
 def metrics_of_totals(
@@ -298,9 +303,8 @@ def metrics_of_totals(
     return {name: found[name] for name in METRICS if name in found and np.isfinite(found[name])}
 
 
-def _waste(waste: Mapping[str, Column], seconds: FloatArray) -> dict[str, float]:
-    """Shares of the pools' bytes by cause, weighted by the seconds of steps."""
-    times = {name: float(np.asarray(waste[name], dtype=np.float64) @ seconds) for name in WASTE_COLUMNS}
+def waste_shares(times: Mapping[str, float]) -> dict[str, float]:
+    """Shares of the pools' bytes by cause, from bytes times seconds of all steps."""
     whole = sum(times.values())
     return {f"waste_{name}": time / whole for name, time in times.items()} if whole else {}
 

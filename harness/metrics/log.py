@@ -160,6 +160,12 @@ class RunLog:
         if len(self.itl_s) != len(self.itl_weight):
             raise RunLogError(f"itl_s has {len(self.itl_s)} samples, itl_weight has {len(self.itl_weight)}")
 
+    @property
+    def outcomes(self) -> dict[str, int]:
+        """How many requests ended in each way, by the name of the `Outcome`."""
+        ends = self.requests["outcome"]
+        return {outcome.name.lower(): int((ends == outcome).sum()) for outcome in Outcome}
+
 
 def empty_log(block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> RunLog:
     """The log of a run whose rows were not kept: every column, and no entry."""

@@ -38,9 +38,9 @@ KEY = "oracle.python"
 _INSTALL = (
     "install vLLM in an environment of its own and name its interpreter, "
     f"oracle.python=PATH/bin/python: pip install vllm=={KNOWN}; without a GPU: "
-    "pip install torch setuptools-scm setuptools-rust jinja2 cmake ninja wheel packaging && "
+    "pip install -r harness/oracle/requirements.txt && "
     f"VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE={KNOWN} "
-    f"pip install --no-build-isolation --no-binary vllm vllm=={KNOWN}"
+    f"pip install --no-deps --no-build-isolation --no-binary vllm vllm=={KNOWN}"
 )
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 
@@ -74,6 +74,7 @@ def settings_of(
         "policy": str(limits.policy),
         "long_prefill_tokens": limits.long_prefill_tokens,
         "admit_whole_prompt": limits.admit_whole_prompt,
+        "async_scheduling": False,
         "max_model_len": (limits.max_model_len or longest) + 1,
     }
 

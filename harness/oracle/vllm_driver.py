@@ -1,11 +1,11 @@
 """Drives vLLM's own scheduler and KV cache manager, unmodified, on the CPU. Runs in the interpreter that has vLLM.
 
 It is started as a script, `python vllm_driver.py`, and imports nothing of PageTwin. Standard input and output carry
-one JSON object a line. A line with `settings` starts anew with an empty pool, and is answered with vLLM's version.
-Where the settings have `groups`, (window or null, block size) of each, the cache has these groups of layers, and
-`blocks` names those of the first. A line with `submit` names the requests that arrive before the next step, and is
-answered with what vLLM decides in that step; the fields are those of `harness.oracle.decisions.Step`. What a step
-computes is given: a request's tokens are those that its line names, and it ends after the last one.
+one JSON object a line. A line with `settings` starts anew with an empty pool, and is answered with vLLM's version and
+what it made of its flags and of the model. Where the settings have `layers`, the model has these; `blocks` then names
+those of the first group. A line with `submit` names the requests that arrive before the next step, and is answered
+with what vLLM decides in that step; the fields are those of `harness.oracle.decisions.Step`. What a step computes is
+given: a request's tokens are those that its line names, and it ends after the last one.
 
 vLLM loads no model and no kernel here. Three of its methods are wrapped to learn what its output does not say: which
 blocks are evicted, and which requests are preempted after the step had given them tokens. A wrapper calls the method
@@ -13,7 +13,6 @@ and changes nothing.
 """
 
 import json
-import math
 import os
 import sys
 import tempfile
@@ -35,13 +34,134 @@ _MODEL = {  # the smallest model that vLLM's configuration takes; nothing of it 
 }
 
 
+_LAYERS = "PageTwinLayers"  # the architecture of a model that is given as a list of layers
+
+
+def _use_platform() -> None:
+    """vLLM's own CPU platform, with attention in blocks of multiples of 16 tokens and async scheduling, as on a GPU.
+
+    Nothing is computed, so no kernel is missed. On a CPU vLLM keeps blocks of windows in multiples of 32 tokens, and
+    switches async scheduling off.
+    """
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.attention.backend import MultipleOf
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    class GpuBlocks(CPUAttentionBackend):  # type: ignore[misc]  # untyped
+        @staticmethod
+        def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+            return [MultipleOf(16)]
+
+    class AsyncCpu(CpuPlatform):  # type: ignore[misc]
+        @classmethod
+        def get_attn_backend_cls(cls, *asked: Any, **named: Any) -> str:
+            return f"{__name__}.GpuBlocks"
+
+        @classmethod
+        def check_and_update_config(cls, vllm_config: Any) -> None:
+            asked = vllm_config.scheduler_config.async_scheduling
+            super().check_and_update_config(vllm_config)
+            vllm_config.scheduler_config.async_scheduling = asked
+
+    globals()["GpuBlocks"] = GpuBlocks
+    vllm.platforms._current_platform = AsyncCpu()
+
+
+def _register_layers() -> None:
+    """A model whose config.json lists its layers: vLLM's own attention layers, and states as its recurrent layers are.
+
+    `layers` has for each layer `full`, `window` or `state`, its bytes (of a token, or of the state), and the window.
+    """
+    import torch
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.mamba.abstract import MambaBase
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
+
+    def shape_of(layers: Any) -> tuple[tuple[int, ...], ...]:
+        return ((max(size for kind, size, _ in layers if kind == "state") // 4,),)
+
+    class StateLayer(torch.nn.Module, MambaBase):  # type: ignore[misc]
+        mamba_type = MambaAttentionBackendEnum.MAMBA1
+
+        def __init__(self, config: Any, name: str, size: int) -> None:
+            super().__init__()
+            self._size = size
+            config.compilation_config.static_forward_context[name] = self
+
+        def get_state_shape(self) -> Any:
+            return ((self._size // 4,),)
+
+        def get_state_dtype(self) -> Any:
+            return (torch.float32,)
+
+    class LayerList(torch.nn.Module):
+        def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+            super().__init__()
+            for place, (kind, size, window) in enumerate(vllm_config.model_config.hf_config.layers):
+                name = f"layers.{place}"
+                if kind == "state":
+                    layer: Any = StateLayer(vllm_config, name, size)
+                else:
+                    heads = size // 8  # K and V of one number each, in float32
+                    layer = Attention(
+                        heads,
+                        1,
+                        1.0,
+                        num_kv_heads=heads,
+                        cache_config=vllm_config.cache_config,
+                        per_layer_sliding_window=window,
+                        prefix=name,
+                    )
+                self.add_module(str(place), layer)
+
+        def embed_input_ids(self, input_ids: Any) -> Any: ...
+
+        def forward(self, input_ids: Any, positions: Any) -> Any: ...
+
+        def compute_logits(self, hidden_states: Any) -> Any: ...
+
+    class HybridList(LayerList):
+        is_hybrid = True
+
+        @classmethod
+        def get_mamba_state_shape_from_config(cls, vllm_config: Any) -> Any:
+            return shape_of(vllm_config.model_config.hf_config.layers)
+
+        @classmethod
+        def get_mamba_state_dtype_from_config(cls, vllm_config: Any) -> Any:
+            return (torch.float32,)
+
+        @classmethod
+        def get_mamba_state_copy_func(cls) -> Any: ...
+
+    ModelRegistry.register_model(_LAYERS, LayerList)
+    ModelRegistry.register_model(f"{_LAYERS}WithStates", HybridList)
+
+
+def _model(layers: list[Any]) -> dict[str, Any]:
+    """The config.json of a model of these layers."""
+    states = any(kind == "state" for kind, _, _ in layers)
+    heads = max(size for kind, size, _ in layers if kind != "state") // 8
+    return _MODEL | {
+        "architectures": [_LAYERS + ("WithStates" if states else "")],
+        "hidden_size": heads,
+        "head_dim": 1,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": len(layers),
+        "layers": layers,
+    }
+
+
 class Driver:
     """vLLM's scheduler over an empty pool, and what it decides."""
 
     def __init__(self, settings: dict[str, Any], folder: str) -> None:
-        config, scheduler_settings = _configs(settings, folder)
-        self._scheduler = _new_scheduler(settings, config, scheduler_settings)
-        self._block_size = math.gcd(*(size for _, size in _groups(settings)))
+        config = _config(settings, folder)
+        self._scheduler, self._block_size = _new_scheduler(settings, config)
+        self.asked = _asked(config, self._scheduler)
         self._caching = settings["prefix_caching"]
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
@@ -181,88 +301,130 @@ class Driver:
         }
 
 
-def _configs(settings: dict[str, Any], folder: str) -> tuple[Any, Any]:
-    """vLLM's configuration. What its checks refuse for a server, but its scheduler takes, is set after them."""
-    from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+def _flags(settings: dict[str, Any]) -> list[str]:
+    """The settings as vLLM's command line has them. What is left out is vLLM's own default for the model."""
+    longest = settings["max_model_len"]
+    flags = {
+        "block_size": settings["block_size"],
+        "max_model_len": longest,
+        # a step has at most one token for each running request
+        "max_num_seqs": min(settings["max_running"], settings["max_batched_tokens"]),
+        "max_num_batched_tokens": max(settings["max_batched_tokens"], longest),
+        "scheduling_policy": settings["policy"],
+        "watermark": settings["watermark"],
+        "scheduler_reserve_full_isl": settings["admit_whole_prompt"],
+        "enable_prefix_caching": settings["prefix_caching"],
+        "async_scheduling": settings["async_scheduling"],
+        **settings.get("flags", {}),
+    }
+    words = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            words += [f"--{flag}", value if isinstance(value, str) else json.dumps(value)]
+    return words
+
+
+def _config(settings: dict[str, Any], folder: str) -> Any:
+    """vLLM's configuration, made by its own argument parser from flags and the model's config.json.
+
+    What its checks refuse for a server, but its scheduler takes, is set after them.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
-        json.dump(_MODEL, file)
-    budget, longest = settings["max_batched_tokens"], settings["max_model_len"]
-    model = ModelConfig(
-        model=folder,
-        tokenizer=folder,
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=longest,
-        seed=0,
+        json.dump(_model(settings["layers"]) if "layers" in settings else _MODEL, file)
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    words = ["--model", folder, "--skip-tokenizer-init", "--dtype", "float32", *_flags(settings)]
+    config = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config(
+        UsageContext.OPENAI_API_SERVER
     )
-    running = min(settings["max_running"], budget)  # a step has at most one token for each running request
-    scheduler = SchedulerConfig(
-        max_model_len=longest,
-        is_encoder_decoder=False,
-        max_num_seqs=running,
-        max_num_batched_tokens=max(budget, longest),
-        policy=settings["policy"],
-        watermark=settings["watermark"],
-        scheduler_reserve_full_isl=settings["admit_whole_prompt"],
-        async_scheduling=False,
-    )
-    cache = CacheConfig(block_size=settings["block_size"], enable_prefix_caching=settings["prefix_caching"])
-    config = VllmConfig(
-        model_config=model,
-        scheduler_config=scheduler,
-        cache_config=cache,
-        device_config=DeviceConfig(device="cpu"),
-    )
+    scheduler, budget = config.scheduler_config, settings["max_batched_tokens"]
     scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = budget
     scheduler.enable_chunked_prefill = settings["chunked_prefill"]
     scheduler.long_prefill_token_threshold = settings["long_prefill_tokens"] or 0
-    scheduler.long_prefill_token_threshold_adaptive = False
-    cache.enable_prefix_caching = settings["prefix_caching"]
-    cache.block_size = settings["block_size"]
-    return config, scheduler
+    return config
 
 
-def _new_scheduler(settings: dict[str, Any], config: Any, scheduler: Any) -> Any:
+def _kv_cache(config: Any, blocks: int) -> Any:
+    """The groups of layers, as vLLM makes them of the model: its layers are built without weights, and asked."""
     import torch
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
     from vllm.v1.core.single_type_kv_cache_manager import register_all_kvcache_specs
-    from vllm.v1.kv_cache_interface import (
-        FullAttentionSpec,
-        KVCacheConfig,
-        KVCacheGroupSpec,
-        SlidingWindowSpec,
-    )
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            with tempfile.NamedTemporaryFile(delete=False) as store:
+                init_distributed_environment(
+                    world_size=1, rank=0, distributed_init_method=f"file://{store.name}", backend="gloo"
+                )
+            ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"):
+            initialize_model(vllm_config=config, model_config=config.model_config)
+        current_platform.update_block_size_for_backend(config)
+        register_all_kvcache_specs(config)
+        specs = get_kv_cache_spec(config)
+        layouts = [layout.name for layout in get_supported_kv_cache_layouts([])]
+        resolve_kv_cache_layout(config, [layouts], specs.values())
+        builder = get_kv_cache_config_builder(config)
+        groups = builder.get_kv_cache_groups(config, specs)
+        return builder.get_kv_cache_config_from_groups(config, groups, blocks)
+
+
+def _new_scheduler(settings: dict[str, Any], config: Any) -> tuple[Any, int]:
+    """vLLM's scheduler of the class that its configuration names, and the tokens of a block hash."""
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import init_none_hash, resolve_kv_cache_block_sizes
     from vllm.v1.structured_output import StructuredOutputManager
 
     init_none_hash(sha256)
-    register_all_kvcache_specs(config)
     blocks = settings["pool_blocks"] + 1  # vLLM counts the null block
     config.cache_config.num_gpu_blocks = blocks
-    groups, sizes = [], [size for _, size in _groups(settings)]
-    for place, (window, size) in enumerate(_groups(settings)):
-        shape = {"block_size": size, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        windowed = window is not None
-        spec = SlidingWindowSpec(**shape, sliding_window=window) if windowed else FullAttentionSpec(**shape)
-        groups.append(KVCacheGroupSpec([f"layer{place}"], spec))
-    made = Scheduler(
+    kv_cache = _kv_cache(config, blocks)
+    block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
+    made = config.scheduler_config.get_scheduler_cls()(
         vllm_config=config,
-        kv_cache_config=KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups),
+        kv_cache_config=kv_cache,
         structured_output_manager=StructuredOutputManager(config),
-        block_size=math.lcm(*sizes),
-        hash_block_size=math.gcd(*sizes),
+        block_size=block_size,
+        hash_block_size=hash_size,
         log_stats=False,
     )
     assert made.max_num_scheduled_tokens == settings["max_batched_tokens"]
-    assert made.max_num_running_reqs == scheduler.max_num_seqs
-    return made
+    assert made.max_num_running_reqs == config.scheduler_config.max_num_seqs
+    return made, hash_size
 
 
-def _groups(settings: dict[str, Any]) -> list[tuple[int | None, int]]:
-    """Window (None: full attention) and block size of each group of layers; without `groups` there is one."""
-    return settings.get("groups") or [(None, settings["block_size"])]
+def _asked(config: Any, scheduler: Any) -> dict[str, Any]:
+    """What vLLM made of its flags and of the model, for those who compare."""
+    cache, groups = config.cache_config, scheduler.kv_cache_config.kv_cache_groups
+    return {
+        "scheduler": type(scheduler).__name__,
+        "retention_interval": cache.prefix_cache_retention_interval,
+        "mamba_cache_mode": cache.mamba_cache_mode,
+        "match_unit": scheduler.block_size,
+        "groups": [
+            {
+                "kind": type(group.kv_cache_spec).__name__,
+                "block_size": group.kv_cache_spec.block_size,
+                "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                "layers": len(group.layer_names),
+                "page_bytes": group.kv_cache_spec.page_size_bytes,
+                "inner_checkpoints": getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0),
+            }
+            for group in groups
+        ],
+    }
 
 
 def serve(answer: Callable[[dict[str, Any]], Any]) -> int:
@@ -280,7 +442,10 @@ def main() -> int:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_TARGET_DEVICE", "cpu")
     driver: Driver | None = None
+    _use_platform()
+    _register_layers()
 
     def answer(asked: dict[str, Any]) -> dict[str, Any]:
         nonlocal driver
@@ -288,7 +453,7 @@ def main() -> int:
 
         if "settings" in asked:
             driver = Driver(asked["settings"], folder)
-            return {"vllm": vllm.__version__}
+            return {"vllm": vllm.__version__, **driver.asked}
         assert driver is not None, "settings come first"
         for request in asked["submit"]:
             driver.submit(request)

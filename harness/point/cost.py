@@ -1,16 +1,12 @@
 """Choose the cost model of a point, check that it is available, and load it."""
 
 import os
-import re
-from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from engine.runtime.options import KVDtype
+from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
-from harness.config.groups import groups, option_file
-from harness.config.schema import CostKind, DeviceConfig, EngineDevice, WeightDtype
+from harness.config.schema import CostKind, EngineDevice, WeightDtype
 from harness.cost.published import (
     Limits,
     PublishedCost,
@@ -21,12 +17,25 @@ from harness.cost.published import (
     step_tables,
     system_of,
 )
-from harness.cost.roofline import REFERENCE, UNCERTAINTY, DeviceShape, RooflineCost
-from harness.environment import device_identity
+from harness.cost.roofline import (
+    ASSUMED,
+    DATASHEET,
+    REFERENCE,
+    UNCERTAINTY,
+    DeviceShape,
+    RooflineCost,
+    origin_of,
+    origins,
+)
+from harness.cost.timings import NATIVE
+from harness.environment import engine_kernels
 from harness.replay.cost_model import CostModel, CostSource
 from harness.workload.deployment import Deployment, draft_of, model_shape, unmodelled
 from harness.workload.point import Point
 from harness.workload.simulate import simulate_metrics
+
+if TYPE_CHECKING:
+    from harness.cost.kernel_table import TimedAttention
 
 _WEIGHTS = {
     WeightDtype.model: None,
@@ -35,14 +44,16 @@ _WEIGHTS = {
     WeightDtype.int4: "int4_wo",
     WeightDtype.mxfp4: "w4a16_mxfp4",  # of experts alone: dense layers have no such kernel
 }
+_DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 
-def check_published(deployment: Deployment) -> None:
-    """Check that the tables can price the point.
+def table_setup(deployment: Deployment) -> TableSetup:
+    """The tables' view of the point's model, devices and engine.
 
     Raises:
-        ConfigError: the package is missing or of another version, the tables do not know device, model or engine, the
-            device has other rates than its preset, or the point decodes with drafts.
+        ConfigError: the package is missing or of another version, the tables do not know the device, the device has
+            other rates than its preset, the point decodes with drafts, or the dense layers would have weights in a
+            form that no table has.
     """
     for name in ("bandwidth_gbs", "tflops"):
         if (origin := origin_of(deployment.device, name)).startswith("as the user set it"):
@@ -52,15 +63,6 @@ def check_published(deployment: Deployment) -> None:
     system_of(deployment.device.name)
     if deployment.decoding.draft_tokens:
         raise ConfigError("decoding.draft_tokens", "published does not price draft passes; use cost=roofline")
-    compiled(table_setup(deployment))
-
-
-def table_setup(deployment: Deployment) -> TableSetup:
-    """The tables' view of the point's model, devices and engine.
-
-    Raises:
-        ConfigError: the dense layers would have weights in a form that no table has.
-    """
     model = deployment.model
     weights = _WEIGHTS[model.weight_dtype]
     if model.weight_dtype is WeightDtype.mxfp4 and not model.experts_only:
@@ -87,8 +89,8 @@ def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> P
     `setup` names a quantisation that no key of the configuration has; None: the configuration's.
     """
     if setup is None:
-        check_published(deployment)
         setup = table_setup(deployment)
+        compiled(setup)
     scheduler = deployment.scheduler
     limits = Limits(
         rows=_power_of_two(scheduler.max_running),
@@ -120,80 +122,6 @@ def _power_of_two(number: int) -> int:
 
 MOST_REQUESTS = 2_000
 METRICS = ("ttft_p50", "ttft_p99", "tpot_p50", "e2e_p50", "output_throughput")
-DATASHEET = (
-    *("memory_gb", "bandwidth_gbs", "tflops", "multiprocessors", "l2_mib", "clock_ghz"),
-    *("link_gbs", "host_link_gbs"),
-)
-ASSUMED: Mapping[str, tuple[float, float]] = {
-    "bandwidth_efficiency": (0.75, 0.95),
-    "kv_efficiency": (0.8, 1.0),
-    "compute_efficiency": (0.5, 0.8),
-    "attention_efficiency": (0.4, 0.6),
-    "step_overhead_us": (200.0, 1500.0),
-    "layer_overhead_us": (2.0, 15.0),
-    "attention_overhead_us": (8.0, 16.0),
-    "row_overhead_us": (0.1, 0.25),
-    "link_efficiency": (0.24, 0.75),
-    "link_latency_us": (5.0, 20.0),
-}
-"""Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
-
-Shares and times of attention: published kernel timings of A100, H100 and H200. Shares of dense layers and times of a
-step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both sides. Share of the link: published
-timings of all-reduces of two GPUs (AIConfigurator's tables), the lowest without direct access over PCIe.
-"""
-
-
-TIMED = ("a100_40gb", "a100_80gb", "h100", "h200")
-"""Devices whose decode attention has constants from published timings of the same GPU."""
-ATTENTION_ERROR = {
-    "timed": "fitted to published timings of this GPU: expect 6 to 11 % of error on a kernel's time",
-    "other": "not fitted on this GPU: from one generation to another the form missed published timings by 23 to 59 %, "
-    "mostly where the KV fits the L2 cache; cost=operators or cost=published takes timings of the GPU",
-}
-"""Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
-
-FITTED = tuple(
-    name for name in ASSUMED if name not in ("attention_overhead_us", "link_efficiency", "link_latency_us")
-)
-"""The keys that a fit to the log of one device moves (`harness.twin.fit.CONSTANTS`)."""
-
-
-def origins(device: DeviceConfig) -> dict[str, str]:
-    """Where each constant of a device's prices comes from, by key."""
-    if device.name == EngineDevice.cpu.value:
-        return dict.fromkeys((*DATASHEET, *ASSUMED), "assumed for one core of a server CPU")
-    known = {name: origin_of(device, name) for name in DATASHEET}
-    known |= {name: f"assumed, usually {low:g} to {high:g}" for name, (low, high) in ASSUMED.items()}
-    if device.fitted_from is None:
-        known["decode attention"] = ATTENTION_ERROR["timed" if device.name in TIMED else "other"]
-    else:
-        known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
-        if device.tensor_parallel > 1:
-            link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
-            known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
-    return known
-
-
-def origin_of(device: DeviceConfig, name: str) -> str:
-    """Where a rate or a size comes from. A description of the user's may have the name of a preset."""
-    value, preset = getattr(device, name), _preset(device.name)
-    if name not in preset:
-        return "as the description of the device has it"
-    known, assumed = preset[name]
-    if value != known:
-        return f"as the user set it; the preset {device.name} has {known:g}"
-    return f"assumed by the preset {device.name}; no datasheet has it" if assumed else "datasheet"
-
-
-@cache
-def _preset(name: str) -> dict[str, tuple[float, bool]]:
-    """The rates and sizes of a preset, and whether its file marks each as assumed; none where `name` is no preset."""
-    if name not in groups()["device"]:
-        return {}
-    text = option_file("device", name).read_text(encoding="utf-8")
-    lines = re.findall(r"^(\w+): ([\d.]+) *(# assumed)?", text, flags=re.MULTILINE)
-    return {key: (float(value), bool(mark)) for key, value, mark in lines if key in DATASHEET}
 
 
 def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
@@ -211,12 +139,10 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
         return None
     if deployment.device.name == EngineDevice.cpu.value:
         return None
-    found: dict[str, Any] = {"datasheet": _metrics(point, cost, deployment.hardware.bound)}
+    devices = {"datasheet": deployment.hardware.bound}
     if deployment.device.fitted_from is None:
-        fast, slow = (_at_end(deployment, fastest) for fastest in (True, False))
-        found["fast_end"] = _metrics(point, cost, fast)
-        found["slow_end"] = _metrics(point, cost, slow)
-    return found
+        devices |= {"fast_end": _at_end(deployment, True), "slow_end": _at_end(deployment, False)}
+    return {name: _metrics(point, cost, device) for name, device in devices.items()}
 
 
 def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
@@ -265,6 +191,32 @@ def takes_timed_kernels(deployment: Deployment) -> bool:
     return resolve_cost_kind(deployment) is CostKind.table and deployment.cost.kernels is not None
 
 
+def timed_attention(deployment: Deployment) -> "TimedAttention":
+    """The attention whose timings `cost.kernels` must have: that of the model on the engine's device.
+
+    Raises:
+        KernelTableError: `bench kernels` does not time the model's cache with its queries.
+    """
+    from harness.cost.kernel_table import KEY, Geometry, KernelTableError, TimedAttention
+
+    model, shape, engine = deployment.model, deployment.shape, deployment.engine
+    same = model.kv_dtype is KVDtype.model
+    if not same and model.dtype is not Dtype.bfloat16:
+        found = f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}"
+        rule = "bench kernels times 8-bit caches with bfloat16 queries; use cost=fitted"
+        raise KernelTableError(KEY, f"{found}: {rule}")
+    dtype = _DTYPES[model.dtype] if same else str(model.kv_dtype)
+    threads = engine.threads if deployment.runs_on == "cpu" else 0
+    heads = shape.heads, shape.kv_heads, shape.head_dim
+    return TimedAttention(
+        kernels=str(deployment.cost.kernels),
+        geometry=Geometry(*heads, dtype, deployment.device_at_hand, threads),
+        block_size=deployment.pool.block_size,
+        layers=shape.layers,
+        native=engine_kernels(engine)[0] == NATIVE,
+    )
+
+
 def needs_fit(deployment: Deployment) -> bool:
     """Whether the point needs fitted coefficients. A measured point calibrates its device where they are missing."""
     return resolve_cost_kind(deployment) is CostKind.fitted or takes_timed_kernels(deployment)
@@ -286,25 +238,22 @@ def check_cost(deployment: Deployment) -> None:
         )
     if deployment.cost.block_sizes:
         if kind is not CostKind.roofline:
-            raise ConfigError(
-                "cost.block_sizes",
-                f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out",
-            )
+            reason = f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out"
+            raise ConfigError("cost.block_sizes", reason)
         _ = (
             deployment.hardware
         )  # raises where the static model of our kernels lacks device, shape or block size
     if kind is CostKind.operators:
         if deployment.cost.operators is None:
-            raise ConfigError(
-                "cost.operators", "missing: cost=operators reads a table; add cost.operators=FILE.csv"
-            )
+            reason = "missing: cost=operators reads a table; add cost.operators=FILE.csv"
+            raise ConfigError("cost.operators", reason)
         cost_model(deployment)
     elif kind is CostKind.published:
-        check_published(deployment)
+        compiled(table_setup(deployment))
     elif takes_timed_kernels(deployment):
-        from harness.calibrate.kernel_table import check_kernel_table
+        from harness.cost.kernel_table import kernel_shapes
 
-        check_kernel_table(deployment)
+        kernel_shapes(timed_attention(deployment)).decode_grid()
     elif kind is CostKind.table and not has_grid(deployment):
         raise ConfigError(
             "cost.kind",
@@ -322,10 +271,10 @@ def check_cost(deployment: Deployment) -> None:
     folder = calibration_path(deployment).parent  # checked early, because calibrating takes long
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(
-            "cost.cache_dir",
-            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another",
+        reason = (
+            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another"
         )
+        raise ConfigError("cost.cache_dir", reason)
 
 
 def _check_device(deployment: Deployment, kind: CostKind) -> None:
@@ -338,7 +287,7 @@ def _check_device(deployment: Deployment, kind: CostKind) -> None:
         )
     if deployment.is_at_hand:
         return
-    here, name = device_identity(deployment.engine.device), deployment.device.name
+    here, name = deployment.device_at_hand, deployment.device.name
     if deployment.measured:
         raise ConfigError(
             "device.name",
@@ -377,14 +326,14 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
                 "which the roofline does not price in a draft pass; name a dense model (decoding.draft_path)",
             )
     if deployment.device.expert_parallel and not deployment.shape.experts:
-        raise ConfigError(
-            "device.expert_parallel", f"true, but {deployment.model.name} has no experts; set it to false"
-        )
+        reason = f"true, but {deployment.model.name} has no experts; set it to false"
+        raise ConfigError("device.expert_parallel", reason)
 
 
 def cost_model(deployment: Deployment) -> CostModel:
     """The point's cost model. A fitted one must have been calibrated before."""
     kind = resolve_cost_kind(deployment)
+    timed = timed_attention(deployment) if takes_timed_kernels(deployment) else None
     if kind is CostKind.published:
         return published_cost(deployment)
     if kind in _PREDICTED:
@@ -410,8 +359,8 @@ def cost_model(deployment: Deployment) -> CostModel:
         return OperatorCost(cost, read_operators(str(deployment.cost.operators), cost.device))
     from harness.calibrate.store import load_calibration, load_table
 
-    if takes_timed_kernels(deployment):
-        from harness.calibrate.kernel_table import kernel_table
+    if timed is not None:
+        from harness.cost.kernel_table import kernel_table
 
-        return kernel_table(deployment, load_calibration(deployment))
+        return kernel_table(timed, load_calibration(deployment))
     return load_table(deployment) if kind is CostKind.table else load_calibration(deployment)

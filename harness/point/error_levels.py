@@ -20,7 +20,7 @@ from harness.replay.arrivals import to_ns, to_s
 from harness.replay.cost_model import CostModel, price_table
 from harness.replay.executors import RecordingEndedError
 from harness.replay.features import FEATURES
-from harness.replay.recorder import MeasuredRun, digests_differ
+from harness.replay.recorder import MeasuredRun, digests_differ, waste_differs
 from harness.workload.point import Point
 from harness.workload.simulate import replay_recording
 
@@ -102,20 +102,12 @@ def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         try:
             log, recorder = replay_recording(point, run.recording)
             first = digests_differ(recorder.digests, measured)
-            first = _first_waste(log, run.log) if first is None else first
+            first = waste_differs(log, run.log) if first is None else first
         except RecordingEndedError:
             first = len(measured)
         if first is not None:
             return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
     return {"identical": True, "steps": steps, "first_difference": None}
-
-
-def _first_waste(one: RunLog, other: RunLog) -> int | None:
-    """The first step in which two runs with groups have different bytes by cause; None where there is none."""
-    if one.waste is None or other.waste is None:
-        return None
-    differ = [np.flatnonzero(column != other.waste[name]) for name, column in one.waste.items()]
-    return min((int(steps[0]) for steps in differ if len(steps)), default=None)
 
 
 def attribution(told: Sequence[PricedRun], simulated: Mapping[str, float]) -> dict[str, dict[str, Any]]:

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.options import CachePolicy, Decoding
-from harness.environment import environment
+from harness.environment import engine_kernels, environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
-from harness.metrics.log import Outcome, RunLog
+from harness.metrics.log import RunLog
 from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
 from harness.replay.cost_model import CostModel
 from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
-from harness.workload.devices import engine_kernels
 from harness.workload.point import Point
 from traces.analysis.reuse import realised_prefix_share
 
@@ -44,7 +43,6 @@ def make_record(
     deployment, trace, analytic = point.deployment, point.trace, _analytic(point)
     measured = [compute_metrics(run.log) for run in runs]
     comparison = compare(analytic, simulated.metrics, measured)
-    kernels = {"engine_kernels": engine_kernels(deployment.engine)} if runs else {}
     return PointRecord(
         name=point.name,
         trace={
@@ -56,12 +54,13 @@ def make_record(
             "realised_prefix_share": realised_prefix_share(trace),
         },
         pool=_pool_section(point) | (_engine_note(deployment) if runs else {}),
-        environment=environment(deployment.engine.device, str(deployment.clock_used)) | kernels,
+        environment=environment(deployment.device_at_hand, str(deployment.clock_used))
+        | ({"engine_kernels": engine_kernels(deployment.engine)} if runs else {}),
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
         outcome={
             "simulated": dict(simulated.outcome),
             "measured": min(
-                (_counts(run.log) for run in runs), key=lambda counts: counts["finished"], default=None
+                (run.log.outcomes for run in runs), key=lambda counts: counts["finished"], default=None
             ),
             "dropped": sum(trace.header.dropped.values()),
         },
@@ -130,11 +129,6 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
     return {"note": f"{pool.note}; {words}" if pool.note else words}
 
 
-def _counts(log: RunLog) -> dict[str, int]:
-    outcomes = log.requests["outcome"]
-    return {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-
-
 def _analytic(point: Point) -> dict[str, float]:
     workload, pool = point.workload, point.pool
     rows = workload.trace.requests
@@ -151,9 +145,9 @@ def _analytic(point: Point) -> dict[str, float]:
     reserve = pool.max_model_len if contiguous else None
     uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
     figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
-    decoding = workload.trace_decoding  # others have widths of their own, drafts, or branches that end early
-    alike = decoding.uniform(workload.trace) and decoding.configured.speculation is None
-    if alike and workload.drawn.survival is None:
+    # others have widths of their own, drafts, or branches that end early
+    plain = workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
+    if plain and workload.is_uniform:
         return figures
     return {name: figures[name] for name in _OF_PROMPTS if name in figures}
 

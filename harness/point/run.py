@@ -12,7 +12,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineConfig, ModelConfig, OracleEngine, RunConfig
 from harness.console import remark
-from harness.environment import code_version, device_identity
+from harness.environment import check_engine, check_memory, check_weights, code_version, engine_kernels
 from harness.metrics.record import PointRecord
 from harness.oracle.check import compare as compare_with_vllm
 from harness.oracle.check import vllm_version
@@ -27,17 +27,15 @@ from harness.point.cost import (
 from harness.point.error_levels import priced, teacher_forced
 from harness.point.record import files_of, make_record, tables_of
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.replay.folds import prediction_of
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
-from harness.workload.devices import check_engine, check_memory, check_weights, engine_kernels
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import check_compiled, simulate, simulate_metrics
+from harness.workload.simulate import check_compiled, predict
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
-    from harness.calibrate.run import Pace
     from harness.measure.executor import Reading
+    from harness.measure.pace import Pace
     from harness.replay.recorder import MeasuredRun
 
 
@@ -56,9 +54,9 @@ def point_identity(config: RunConfig) -> dict[str, str]:
     if needs_fit(deployment):
         identity["calibration"] = calibration_fingerprint(deployment)
     if takes_timed_kernels(deployment):
-        from harness.calibrate.kernel_table import kernels_digest
+        from harness.cost.kernel_table import read_kernels
 
-        identity["kernels"] = kernels_digest(deployment)
+        identity["kernels"] = read_kernels(str(config.cost.kernels)).digest
     if kind is CostKind.operators:
         from harness.cost.operators import operators_digest
 
@@ -70,7 +68,7 @@ def point_identity(config: RunConfig) -> dict[str, str]:
     if config.decoding.beam_parents:
         identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
     if config.measure:
-        identity |= {"device": device_identity(config.engine.device), "clock": str(deployment.clock_used)}
+        identity |= {"device": deployment.device_at_hand, "clock": str(deployment.clock_used)}
         identity["engine"] = " ".join(engine_kernels(config.engine))
     return identity
 
@@ -208,10 +206,7 @@ def point_stages(
         runs, pace, seconds["measured_over"] = yield from _measure(point, cost, progress, session)
     paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
     predicted_from = time.perf_counter()
-    if point.replay.records:
-        simulated = prediction_of(simulate(point, paced), paced.source)
-    else:
-        simulated = simulate_metrics(point, paced)
+    simulated = predict(point, paced)
     seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
     compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
     record = make_record(
@@ -235,8 +230,8 @@ def _measure(
     Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
     warm-up.
     """
-    from harness.calibrate.run import pace_of, pace_of_runs, probe_s, reference_of
     from harness.measure.engine import measure, warm_up
+    from harness.measure.pace import pace_of, pace_of_runs, probe_s, reference_of
 
     deployment, provenance = point.deployment, cost.source.provenance
     calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None

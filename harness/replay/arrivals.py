@@ -1,8 +1,10 @@
 """Sources of requests: open loop (at given times), closed loop (waiting users), or turns of conversations.
 
-`Resubmitting` puts a client between a source and the engine, which sends several requests in the place of one.
+What stands between a source and the engine is a source too: `Capped` holds requests back, `FrontEnd` delays them, and
+`Resubmitting` sends several in the place of one.
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -201,7 +203,85 @@ class Sessions:
         return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
 
 
-class Client(Protocol):
+class Capped:
+    """The requests of `source` at their own times, but with at most `most` in flight, in order.
+
+    A request that is held back arrives `pause_ns` after the end of the one that makes room for it.
+    """
+
+    def __init__(self, source: Arrivals, most: int, pause_ns: int = 0) -> None:
+        self.total = source.total
+        self._source = source
+        self._pause_ns = pause_ns
+        self._room = deque([0] * min(most, source.total))  # since when each free place is free
+        self._held = deque[TimedRequest]()
+
+    def next_ns(self) -> int | None:
+        """When the next request is sent; None while no place is free."""
+        own = self._held[0].arrival_ns if self._held else self._source.next_ns()
+        return None if own is None or not self._room else max(own, self._room[0])
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """The requests that have been sent by now; each arrives when it was sent."""
+        self._held += self._source.take(now_ns)
+        sent: list[TimedRequest] = []
+        while self._held and self._room and self._room[0] <= now_ns:
+            own = self._held.popleft()
+            sent.append(TimedRequest(own.request, max(own.arrival_ns, self._room.popleft())))
+        return sent
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """A place becomes free."""
+        self._room.append(now_ns + self._pause_ns)
+        self._source.ended(request_id, now_ns)
+
+    def left(self) -> list[Request]:
+        """The requests that were not sent."""
+        return [*(timed.request for timed in self._held), *self._source.left()]
+
+
+class FrontEnd:
+    """The requests of `source`, seen by the scheduler later: a server parses and tokenises each before.
+
+    A request takes `request_ns`, and `token_ns` for each token of its prompt. It still arrives when it was sent.
+    """
+
+    def __init__(self, source: Arrivals, request_ns: int, token_ns: float) -> None:
+        self.total = source.total
+        self._source = source
+        self._request_ns, self._token_ns = request_ns, token_ns
+        self._number = 0
+        self._inside: list[tuple[int, int, TimedRequest]] = []  # by the time at which each leaves
+
+    def next_ns(self) -> int | None:
+        """When the next request leaves, or may enter."""
+        due = self._source.next_ns()
+        if not self._inside:
+            return due
+        return self._inside[0][0] if due is None else min(due, self._inside[0][0])
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """The requests that have left by now, in order of that."""
+        for timed in self._source.take(now_ns):
+            delay = self._request_ns + round(self._token_ns * timed.request.prompt_tokens)
+            heappush(self._inside, (timed.arrival_ns + delay, self._number, timed))
+            self._number += 1
+        through: list[TimedRequest] = []
+        while self._inside and self._inside[0][0] <= now_ns:
+            through.append(heappop(self._inside)[2])
+        return through
+
+    def ended(self, request_id: int, now_ns: int) -> None:
+        """The source is told."""
+        self._source.ended(request_id, now_ns)
+
+    def left(self) -> list[Request]:
+        """The requests that the scheduler has not seen."""
+        inside = [timed.request for *_, timed in sorted(self._inside, key=lambda one: one[:2])]
+        return [*inside, *self._source.left()]
+
+
+class Resubmitter(Protocol):
     """A client that serves a request by sending others, each step of them after the answers to the step before."""
 
     def begin(self, request: Request) -> Sequence[Request]:
@@ -221,7 +301,7 @@ class Resubmitting:
     source that had not arrived.
     """
 
-    def __init__(self, source: Arrivals, client: Client, total: int) -> None:
+    def __init__(self, source: Arrivals, client: Resubmitter, total: int) -> None:
         self.total = total
         self._source = source
         self._client = client

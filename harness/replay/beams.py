@@ -149,26 +149,3 @@ def evenness_of_run(choices: Choices) -> float:
         middle = (low * high) ** 0.5
         low, high = (middle, high) if expected(middle) > seen else (low, middle)
     return low
-
-
-def lineages(choices: Choices, width: int) -> list[int]:
-    """Of the `width` beams before the first of `choices`, how many have descendants after 0, 1, 2 … selections."""
-    origin, alive = list(range(width)), [width]
-    for parents in choices:
-        origin = [origin[parent] for parent in parents]
-        alive.append(len(set(origin)))
-    return alive
-
-
-def drawn_choices(genealogy: Genealogy, request_id: int, width: int, steps: int) -> list[list[int]]:
-    """Selections drawn from a model, in the format of recorded ones."""
-    return [genealogy.parents(request_id, generated, width) for generated in range(1, steps + 1)]
-
-
-def copies_per_token(churn: float, block_size: int) -> float:
-    """Blocks copied on write per generated token of a beam group.
-
-    Of n children of a parent n - 1 copy its last block, which are `churn` times the width in a step. Nothing is copied
-    where the last block has just been filled.
-    """
-    return churn * (block_size - 1) / block_size

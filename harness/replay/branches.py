@@ -123,12 +123,6 @@ class DraftAcceptance:
             count += 1
         return count
 
-    def tokens_per_step(self, drafts: int) -> float:
-        """Expected tokens of a step with `drafts` draft tokens: (1 - share^(drafts + 1)) / (1 - share)."""
-        if self.share >= 1:
-            return drafts + 1.0
-        return float((1 - self.share ** (drafts + 1)) / (1 - self.share))
-
     def of(self, plan: StepPlan) -> dict[int, int]:
         """Accepted draft tokens of the plan's rows that have some, by request."""
         return {

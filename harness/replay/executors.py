@@ -1,6 +1,7 @@
 """The protocol of executors, and the two that need no torch: with a cost model, or with a recording of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
@@ -226,3 +227,40 @@ class RecordedExecutor(Executor):
         """The recorded duration."""
         features = self._meter.single(self._plan, self._results[self._step].accepted)
         return StepTiming([self._ns[self._step]], [np.nan], features)
+
+
+class AroundEngine(Executor):
+    """An executor that hands all on to `engine`; its subclasses change what is told of a step."""
+
+    max_steps = 1
+
+    def __init__(self, engine: Executor) -> None:
+        self._engine = engine
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._engine.begin()
+
+    def unclocked(self, look: Callable[[], None]) -> None:
+        """Call `look`, outside of the engine's time."""
+        self._engine.unclocked(look)
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan."""
+        return self._engine.execute(plan, horizon_ns)
+
+    def end(self) -> StepTiming:
+        """The engine's time."""
+        return self._engine.end()
+
+
+class PinnedEnds(AroundEngine):
+    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
+
+    def __init__(self, engine: Executor, survival: BranchSurvival, requests: Mapping[int, Request]) -> None:
+        super().__init__(engine)
+        self._ends = BranchEnds(survival, requests)
+
+    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
+        """Run the plan, and end branches with it."""
+        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))

@@ -8,6 +8,7 @@ the hull, the range that the cost model was measured on.
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from harness.metrics.compute import (
     compute_metrics,
     metrics_of_totals,
     step_totals,
+    waste_shares,
 )
 from harness.metrics.log import BoolArray, Column, FloatArray, Outcome, RunLog, empty_log
 from harness.replay.cost_model import Amount, CostSource
@@ -139,10 +141,8 @@ class Prediction:
 
 def prediction_of(log: RunLog, source: CostSource) -> Prediction:
     """The prediction that a kept run log stands for."""
-    outcomes = log.requests["outcome"]
-    counts = {outcome.name.lower(): int((outcomes == outcome).sum()) for outcome in Outcome}
-    totals = step_totals(as_floats(log.steps))
-    return Prediction(compute_metrics(log), counts, extrapolated(source, log.steps), totals, log)
+    beyond, totals = extrapolated(source, log.steps), step_totals(as_floats(log.steps))
+    return Prediction(compute_metrics(log), log.outcomes, beyond, totals, log)
 
 
 class Fold(Protocol):
@@ -256,13 +256,20 @@ class RunFold:
         self._running.add_steps(steps)
         self._extrapolated.add(steps)
 
-    def prediction(self, block_size: int, capacity_slots: int, kv_bytes_per_token: int) -> Prediction:
-        """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %."""
-        running = self._running
+    def prediction(
+        self,
+        block_size: int,
+        capacity_slots: int,
+        kv_bytes_per_token: int,
+        waste: Mapping[str, float] = MappingProxyType({}),
+    ) -> Prediction:
+        """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %.
+
+        `waste` are bytes times seconds of all steps by cause, where layers are in groups.
+        """
+        running, sizes = self._running, (capacity_slots, kv_bytes_per_token)
         return Prediction(
-            metrics_of_totals(
-                running.totals, running.samples, self._span_s, capacity_slots, kv_bytes_per_token
-            ),
+            metrics_of_totals(running.totals, running.samples, self._span_s, *sizes) | waste_shares(waste),
             {outcome.name.lower(): count for outcome, count in self._outcome.items()},
             self._extrapolated.section(),
             running.totals,

@@ -36,6 +36,10 @@ class MemoryObserver(Observer, ABC):
     def value(self) -> Any:
         """What it has kept."""
 
+    def summed(self) -> "MemoryObserver | None":
+        """The observer in its place where no rows are kept; None where nothing but rows tells of it."""
+        return None
+
 
 class KvEvents(MemoryObserver):
     """Collects the changes of one prefix cache as messages in vLLM's schema, one for each step that changed something.
@@ -148,6 +152,32 @@ class Wastes(MemoryObserver):
         assert GroupWaste._fields == tuple(WASTE_COLUMNS)
         groups = (f"group_{index}" for index in range(len(self._manager.layout.groups)))
         return _table(self._rows, [*WASTE_COLUMNS, *groups], np.int64)
+
+    def summed(self) -> "WasteTimes":
+        """Sums over time take no memory."""
+        return WasteTimes(self._manager)
+
+
+class WasteTimes(MemoryObserver):
+    """The same in constant memory: bytes times seconds of all steps together, by the columns of `WASTE_COLUMNS`."""
+
+    field = "waste"
+
+    def __init__(self, manager: GroupedManager) -> None:
+        self._manager = manager
+        self._step = self._times = np.zeros(len(WASTE_COLUMNS))
+
+    def planned(self, now_ns: int, plan: StepPlan) -> None:
+        """Note the bytes of the step, before the commit moves its sequences on."""
+        self._step = np.array(self._manager.waste(plan.usage), np.float64)
+
+    def committed(self, step: StepRecord) -> None:
+        """Weigh them with the time that the step took."""
+        self._times = self._times + self._step * (step.took_ns / NS_PER_S)
+
+    def value(self) -> dict[str, float]:
+        """The sums."""
+        return dict(zip(WASTE_COLUMNS, self._times.tolist(), strict=True))
 
 
 def _table(rows: Sequence[tuple[Any, ...]], names: Collection[str], dtype: type) -> dict[str, Column]:

@@ -388,6 +388,14 @@ def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
     return first
 
 
+def waste_differs(one: RunLog, other: RunLog) -> int | None:
+    """The first step in which two runs with groups have different bytes by cause; None where there is none."""
+    if one.waste is None or other.waste is None:
+        return None
+    differ = [np.flatnonzero(column != other.waste[name]) for name, column in one.waste.items()]
+    return min((int(steps[0]) for steps in differ if len(steps)), default=None)
+
+
 @dataclass(frozen=True)
 class MeasuredRun:
     """A finished run: its log, its plans, and the number of audits, which compare slots with counters.

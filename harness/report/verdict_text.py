@@ -264,7 +264,8 @@ def _assumed(record: PointRecord) -> Iterable[str]:
             f"The device was fitted to {fitted}, but its file has no settings of that engine: {', '.join(missing)} are "
             "PageTwin's defaults. Set them to the engine's, or times to first token are those of another engine."
         )
-    if record.setting("cache.groups") not in (None, "off") and record.setting("cache.prefix_caching"):
+    caching = record.setting("cache.groups") not in (None, "off") and record.setting("cache.prefix_caching")
+    if caching and record.setting("cache.retention_interval") is None:
         yield KEEPS_MORE
 
 

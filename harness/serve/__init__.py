@@ -19,10 +19,9 @@ from harness.config.groups import DEPLOYMENT
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.console import say
-from harness.environment import SERVER, check_installed
+from harness.environment import SERVER, check_engine, check_installed, check_weights
 from harness.sweep.plan import one_configuration
 from harness.workload.deployment import PoolShape, deployment_of, model_shape, new_scheduler
-from harness.workload.devices import check_engine, check_weights
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine
@@ -41,9 +40,8 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
         raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
     if flags.max_requests < 1:
-        raise UserError(
-            f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
-        )
+        reason = f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
+        raise UserError(reason)
     config = _config(overrides)
     listener = _listen(flags.host, flags.port)
     engine = build_engine(config, keep_events=flags.kv_events is not None)
@@ -72,9 +70,8 @@ def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher
 
     manager = engine.scheduler.manager
     if not isinstance(manager, PagedManager) or not manager.prefix_caching:
-        raise UserError(
-            "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
-        )
+        reason = "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
+        raise UserError(reason)
     return KvEventPublisher(
         manager, flags.kv_events, replay_endpoint=flags.kv_events_replay, topic=flags.kv_events_topic
     )

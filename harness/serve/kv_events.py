@@ -79,9 +79,8 @@ class KvEventPublisher:
             (socket.bind if binds else socket.connect)(endpoint)
         except self._zmq.ZMQError as error:
             self._context.destroy(0)
-            raise UserError(
-                f"{flag}: '{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
-            ) from error
+            reason = f"{flag}: '{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
+            raise UserError(reason) from error
 
     def start(self) -> None:
         """Start the thread that sends."""
@@ -141,6 +140,5 @@ def _zmq() -> Any:
     try:
         return import_module("zmq")
     except ImportError as error:
-        raise UserError(
-            f"--kv-events: needs pyzmq, which is not installed: {install_hint('events')}"
-        ) from error
+        reason = f"--kv-events: needs pyzmq, which is not installed: {install_hint('events')}"
+        raise UserError(reason) from error

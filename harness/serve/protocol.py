@@ -169,9 +169,8 @@ class _Sampling(BaseModel):
             return values
         for name, neutral in _NEUTRAL.items():
             if name in values and values[name] not in neutral:
-                raise FieldError(
-                    name, f"this server knows only {neutral[-1]!r}, found {_short(values[name])}"
-                )
+                reason = f"this server knows only {neutral[-1]!r}, found {_short(values[name])}"
+                raise FieldError(name, reason)
         dropped = {*_NEUTRAL, *_WITHOUT_EFFECT}
         given = {key: value for key, value in values.items() if key not in dropped}
         return {key: value for key, value in given.items() if value is not None or key == "max_tokens"}

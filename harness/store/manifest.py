@@ -122,7 +122,6 @@ def _points(values: Sequence[dict[str, Any]]) -> tuple[SweepPoint, ...]:
         if not _NAME.fullmatch(point.fingerprint) or not all(
             isinstance(text, str) for text in point.overrides
         ):
-            raise ValueError(
-                f"a point named {point.fingerprint[:80]!r}, which is no name of a point and its settings"
-            )
+            reason = f"a point named {point.fingerprint[:80]!r}, which is no name of a point and its settings"
+            raise ValueError(reason)
     return points

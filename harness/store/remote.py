@@ -254,9 +254,8 @@ class RemoteStore:
                 "s3", skip_instance_cache=True, use_listings_cache=False, config_kwargs=_PATIENCE
             )
         except ImportError:
-            raise ConfigError(
-                "out", f"s3:// needs s3fs, which is not installed: {install_hint('s3')}"
-            ) from None
+            reason = f"s3:// needs s3fs, which is not installed: {install_hint('s3')}"
+            raise ConfigError("out", reason) from None
         return cls(url, files, f"{bucket}/{prefix}".rstrip("/"), local_place(url))
 
     def __post_init__(self) -> None:

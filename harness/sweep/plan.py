@@ -35,7 +35,7 @@ from harness.config.groups import (
     list_options,
     option_file,
 )
-from harness.config.option_files import BASE, is_option_file, plain_yaml
+from harness.config.option_files import BASE, is_option_file, plain_yaml, spelt
 from harness.config.overrides import (
     MOST_POINTS,
     Axis,
@@ -46,7 +46,7 @@ from harness.config.overrides import (
     quoted,
 )
 from harness.config.paths import check_paths
-from harness.config.ranges import value_of
+from harness.config.ranges import RANGES, value_of
 from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
 from harness.config.values import PerObject
 from harness.console import shortened
@@ -258,6 +258,10 @@ def _on_deployment(axis: Axis, request: SweepRequest) -> SweepRequest:
     found = parse_overrides(of_a_file(deployment_overrides(files[0]), files[0]))
     section = {each.key: each.key.partition(".")[0] for each in found}
     rest = [each for each in found if each.key not in named and section[each.key] not in whole]
+    for each in rest:
+        value, allowed = each.settings[0].value, RANGES.get(each.key)
+        if allowed is not None and isinstance(value, int | float) and not allowed.holds(value):
+            raise ConfigError(each.key, f"{files[0]}: found {value}, must be {allowed}")
     return replace(
         request,
         axes=(*rest, *own),
@@ -299,7 +303,8 @@ def _section_overrides(file: Path, section: str, part: Any) -> Iterator[str]:
                 f"base: {groups()[section][0]}",
             )
     for key, value in values.items():
-        yield f"{section}={_written(value)}" if key == BASE else f"{section}.{key}={_written(value)}"
+        known, name = config_keys().get(f"{section}.{key}"), section if key == BASE else f"{section}.{key}"
+        yield f"{name}={_written(spelt(value, known.kind) if known else value)}"
 
 
 def _written(value: Any) -> str:

@@ -15,9 +15,12 @@ from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
+from harness.twin.inferred import INFERRED
 from harness.twin.log import EngineLog
 from harness.twin.settings import EngineSettings, with_vllm_defaults
 from harness.workload.deployment import deployment_of
+from harness.workload.trace import traffic_of
+from traces.trace import OPEN
 
 # The name of a model on the hub, in lower case without its owner and `meta-`, and the preset that describes its shape.
 PRESETS = {
@@ -126,29 +129,21 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
-    warnings = (_capped(log, chosen, config), log.lost, _assumed(settings, chosen, config))
+    inferred = _inferred(settings, replaced)
+    warnings = (_other_client(log, config), log.lost, inferred, _assumed(settings, chosen, config))
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 
-def _capped(log: EngineLog, chosen: set[str], config: RunConfig) -> str:
-    """What to say where a capped client's requests are replayed as an open loop; empty where they are not.
-
-    Raises:
-        UserError: they would be, and the user does not say how to replay them.
-    """
-    cap = log.requests.client_cap(log.stated_cap)
-    if cap is None or config.replay.mode is ReplayMode.closed:
+def _other_client(log: EngineLog, config: RunConfig) -> str:
+    """What to say where the user lets another client send the requests than that of the log; empty where not."""
+    client = log.workload.header.client
+    sends = traffic_of(config, client)
+    if client == OPEN or (sends.client == client and sends.mode is ReplayMode.trace):
         return ""
-    found = (
-        f"the client of this log held its requests back at {cap} in flight: each was sent when an answer ended, so "
-        "that a replay of its times would queue as no client of it did, and times to first token would be wrong"
+    return (
+        "Warning: the requests are sent otherwise, as you set it (replay), so that the measured times are not those of "
+        "the load that is simulated."
     )
-    if not chosen & {"replay", "replay.mode"}:
-        raise UserError(
-            f"{found}. Add replay=closed replay.users={cap} (so many users, each of whom sends the next at once), or "
-            "replay.mode=trace to replay the times all the same"
-        )
-    return f"Warning: {found}. They are replayed as you set it."
 
 
 def _crowded(log: EngineLog, config: RunConfig) -> str:
@@ -265,6 +260,17 @@ def _device(settings: EngineSettings) -> str:
             f"of {known}"
         )
     return found
+
+
+def _inferred(settings: EngineSettings, replaced: Mapping[str, str]) -> str:
+    """What to say of settings that no file names and that the log's ceilings show; empty where there are none."""
+    gone = {key.rpartition(".")[2] for key in replaced}
+    found = [
+        f"{name} = {value} ({settings.origin[name]})"
+        for name, value in settings.given().items()
+        if settings.origin.get(name, "").startswith(INFERRED) and name not in gone
+    ]
+    return f"Not said by the log: {'; '.join(found)}." if found else ""
 
 
 def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> str:

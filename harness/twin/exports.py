@@ -24,6 +24,7 @@ time_in_model_decode (without it: arrival + e2e).
 import json
 from collections.abc import Iterator
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Any
 
 from harness.twin import rows
@@ -43,23 +44,64 @@ def read_bench_result(file: SourceFile) -> rows.RequestLog:
     log = rows.RequestLog("vllm bench serve", file)
     log.facts = {name: document.value[name] for name in _FACTS if document.value.get(name) is not None}
     columns = {name: document.items((name,)) for name in BENCH_KEYS}
-    with document.placed(()):
-        if "start_times" not in document.value:
-            raise RowError(
-                "start_times",
-                "missing, so that the arrivals are not known; vLLM 0.10 does not write it, 0.19 does. Run the "
-                "benchmark with --save-detailed of a newer vLLM, or log the requests in another form",
-            )
-    columns["start_times"] = document.items(("start_times",))
+    starts = "start_times" in document.value
+    if starts:
+        columns["start_times"] = document.items(("start_times",))
     errors = document.items(("errors",)) if document.value.get("errors") else [""] * len(columns["ttfts"])
     for name, column in (*columns.items(), ("errors", errors)):
         with document.placed((name,)):
             if len(column) != len(columns["input_lens"]):
                 reason = f"{len(column)} entries, but input_lens has {len(columns['input_lens'])}"
                 raise RowError(None, reason)
+    if not starts:
+        columns["start_times"] = _starts_of_a_closed_loop(document, columns, any(errors))
+        log.notes.append(
+            f"{file.name}: no start_times (vLLM before 0.19); each request is taken to start when an answer makes room."
+        )
     for index, error in enumerate(errors):
         log.add("failed" if error else _bench_row(document, columns, index))
     return log
+
+
+def _starts_of_a_closed_loop(
+    document: rows.JsonDocument, columns: dict[str, list[Any]], failed: bool
+) -> list[float]:
+    """When the requests of a client without a schedule of its own started, from how long each took.
+
+    `vllm bench serve` sends them in their order, each when a place of its semaphore is free.
+    """
+    most, rate = document.value.get("max_concurrency"), document.value.get("request_rate")
+    with document.placed(()):
+        if str(rate) not in ("inf", "Infinity") or not isinstance(most, int) or most < 1 or failed:
+            raise RowError(
+                "start_times",
+                "missing, so that the arrivals are not known; vLLM 0.10 does not write it, 0.19 does. Without it, "
+                "only a closed loop can be read (request_rate inf, a max_concurrency, and no failed request)",
+            )
+    free = [0.0] * most
+    starts = []
+    for place in range(len(columns["ttfts"])):
+        starts.append(heappop(free))
+        took = _seconds(document, "ttfts", place) + _gaps(document, place)
+        heappush(free, starts[-1] + took)
+    return starts
+
+
+def _seconds(document: rows.JsonDocument, name: str, place: int) -> float:
+    with document.placed((name, place)):
+        return rows.as_number(document.at((name, place)), None)
+
+
+def _gaps(document: rows.JsonDocument, index: int) -> float:
+    """The sum of the gaps between the chunks of a request."""
+    total = 0.0
+    for place, gap in enumerate(document.items(("itls", index))):
+        with document.placed(("itls", index, place)):
+            seconds = rows.as_number(gap, None)
+            if seconds < 0:
+                raise RowError(None, f"{seconds:g} is below 0")
+        total += seconds
+    return total
 
 
 def _bench_row(
@@ -72,13 +114,7 @@ def _bench_row(
             lowest = {"input_lens": 1, "output_lens": 0}.get(name)
             if lowest is not None and (value != int(value) or not lowest <= value <= MAX_INTEGER):
                 raise RowError(None, f"whole number of at least {lowest} expected, found {value:g}")
-    total = 0.0
-    for place, gap in enumerate(document.items(("itls", index))):
-        with document.placed(("itls", index, place)):
-            seconds = rows.as_number(gap, None)
-            if seconds < 0:
-                raise RowError(None, f"{seconds:g} is below 0")
-        total += seconds
+    total = _gaps(document, index)
     prompt, output, start, ttft = found.values()
     if not output or not ttft:
         return "no output token"
@@ -102,12 +138,25 @@ def read_guidellm(file: SourceFile) -> rows.RequestLog:
                     log.add(name)
         requests = document.items((*path, "successful"))
         _check_whole(document, ("benchmarks", place), len(requests))
+        if len(benchmarks) == 1:
+            log.facts |= _guidellm_client(benchmarks[0])
         for index, request in enumerate(requests):
             with document.placed((*path, "successful", index)):
                 log.add(_guidellm_row(request))
     if len(benchmarks) > 1:
         log.notes.append(f"{file.name}: {len(benchmarks)} benchmarks, read as one run after another.")
     return log
+
+
+def _guidellm_client(benchmark: Any) -> dict[str, Any]:
+    """The most requests in flight that the strategy of a benchmark allows, if it limits them."""
+    config = benchmark.get("config") if isinstance(benchmark, dict) else None
+    strategy = config.get("strategy") if isinstance(config, dict) else None
+    if not isinstance(strategy, dict) or strategy.get("type_") not in ("synchronous", "concurrent"):
+        return {}
+    most = strategy.get("max_concurrency", strategy.get("streams"))
+    most = 1 if strategy["type_"] == "synchronous" else most
+    return {} if most is None else {"max_concurrency": most, "request_rate": "inf"}
 
 
 def _check_whole(document: rows.JsonDocument, path: rows.Path, count: int) -> None:
@@ -188,7 +237,12 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
     cached = _tokens(metrics, read, read) if read in metrics else None
     name = str(facts.get("x_request_id", line))
     last = rows.not_before(last, first)
-    return rows.LoggedRequest(name, start, first, last, prompt, output, cached_tokens=cached, line=line)
+    session = facts.get("x_correlation_id", facts.get("conversation_id"))
+    if session is not None:
+        session = str(session)
+    return rows.LoggedRequest(
+        name, start, first, last, prompt, output, cached_tokens=cached, session=session, line=line
+    )
 
 
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
@@ -375,7 +429,7 @@ def _plain(value: Any) -> Any:
 PLAIN_COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "last_token_s")
 _MORE = (
     *("request_id", "queued_s", "scheduled_s", "cached_tokens"),
-    *("hash_ids", "hash_block_tokens", "prefix", "prefix_tokens"),
+    *("hash_ids", "hash_block_tokens", "prefix", "prefix_tokens", "session"),
 )
 
 
@@ -430,7 +484,11 @@ def _as_text(value: Any, name: str) -> str:
         if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
             raise RowError(name, f"list of numbers or strings expected, found {kind(value)}")
         return " ".join(map(str, value))
-    if name in ("request_id", "prefix") and isinstance(value, str | int) and not isinstance(value, bool):
+    if (
+        name in ("request_id", "prefix", "session")
+        and isinstance(value, str | int)
+        and not isinstance(value, bool)
+    ):
         return str(value)
     found = rows.as_number(value, name)
     return str(int(found)) if found == int(found) and not name.endswith("_s") else repr(found)
@@ -459,4 +517,5 @@ def _plain_row(fields: dict[str, str], line: int, is_json: bool) -> rows.LoggedR
         if tokens > prompt:
             raise RowError("prefix_tokens", f"{tokens} is more than prompt_tokens {prompt}")
         more |= {"prefix": fields["prefix"], "prefix_tokens": tokens}
-    return rows.LoggedRequest(name, arrival, first, last, prompt, output, **more, line=line)
+    session = fields.get("session")
+    return rows.LoggedRequest(name, arrival, first, last, prompt, output, **more, session=session, line=line)

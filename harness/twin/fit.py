@@ -7,6 +7,7 @@ has bounds and a weak prior: the value that the device's description gives, with
 """
 
 import json
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -19,9 +20,11 @@ from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
-from harness.twin.log import EngineLog, FloatArray
+from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.workload.deployment import settings_text
+from traces.formats.pagetwin import write_jsonl
+from traces.trace import Trace
 
 # Called after each simulation with how many there were and the cost so far.
 Progress = Callable[[int, float], None]
@@ -31,14 +34,29 @@ Progress = Callable[[int, float], None]
 class Constant:
     """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
 
-    `centre` replaces the description's value where that is 0, which has no logarithm.
+    `centre` replaces the description's value where that is 0, which has no logarithm. With `linear` the spread is that
+    of the value itself, which may be 0.
     """
 
     key: str
     spread: float
     low: float
     high: float
-    centre: float
+    centre: float = 0.0
+    linear: bool = False
+
+    def scale(self, value: float) -> float:
+        """The value on the axis on which the prior's spread is measured."""
+        return value if self.linear else float(np.log(value))
+
+    def value(self, scaled: float) -> float:
+        """The value at a place of that axis, within the bounds."""
+        return min(max(scaled if self.linear else float(np.exp(scaled)), self.low), self.high)
+
+    def prior(self, device: DeviceConfig) -> float:
+        """The value that the description gives, inside the bounds."""
+        value = float(getattr(device, self.key)) or self.centre
+        return min(max(value, self.low * 1.001), self.high * 0.999)
 
 
 CONSTANTS = (
@@ -56,25 +74,41 @@ LINK_CONSTANTS = (
     Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
 )
 
+# Only a log of clients, whose requests come before the server's front end, says anything about that.
+FRONT_END_CONSTANTS = (
+    Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
+    Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
+)
+
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.
 _EFFECTIVE = 75
 # Of a logarithm; beyond it a request counts by its distance alone.
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
 _STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
+_LINEAR_STEP = 0.05  # the same of a constant whose spread is wide beside what it may be
+_EXPLAINS = 0.99  # of the cost without it: a front end that lowers it by less is none
 _ROUNDS = 12
+_INSIDE = 0.025  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
 
 
 @dataclass(frozen=True)
 class FittedConstant:
-    """One constant before and after. `spread` is that of its logarithm, given the log; `learned` if the log narrowed it
-    to less than half of the prior's."""
+    """One constant before and after. `spread` is that of its logarithm, given the log, or of the value itself where
+    `linear`; `learned` if the log narrowed it to less than half of the prior's."""
 
     key: str
     prior: float
     value: float
     spread: float
     learned: bool
+    linear: bool = False
+
+    @property
+    def how(self) -> str:
+        """In words, whether the log taught it, and the spread that is left."""
+        left = f"{self.spread:.3g}" if self.linear else f"{100 * self.spread:.0f} %"
+        return f"{'learned from the log' if self.learned else 'mostly the prior'}, spread {left}"
 
 
 @dataclass(frozen=True)
@@ -94,20 +128,18 @@ class Fit:
     cost: float = 0.0  # half the sum of squared residuals, priors included
 
 
-def requests_to_fit(requests: int, share: float = 0.25) -> int:
-    """How many of the first requests a fit takes: a share of them, at least 30, at most 400, never all.
+def requests_to_fit(requests: int) -> int:
+    """How many of the first requests a fit takes: a quarter of them, at least 30, at most 400, never all.
 
     Raises:
-        UserError: there are fewer than 40 requests, or the share is not between 0 and 1.
+        UserError: there are fewer than 40 requests.
     """
-    if not 0 < share < 1:
-        raise UserError(f"the share of the log to fit is {share:g}, must be between 0 and 1")
     if requests < 40:
         raise UserError(
             f"the log has {requests} finished requests; a fit needs 40, and holds some of them out. twin --no-fit "
             "compares it with the device's description"
         )
-    return min(max(round(share * requests), 30), 400, requests - 10)
+    return min(max(round(0.25 * requests), 30), 400, requests - 10)
 
 
 def fit_device(
@@ -126,26 +158,29 @@ def fit_device(
     count = len(log.requests)
     first = requests_to_fit(count) if first is None else first
     if not 1 <= first < count:
-        raise UserError(
-            f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
-        )
+        reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
+        raise UserError(reason)
     problem = _Problem(log, config, first, progress)
     zero = np.zeros(len(problem.constants))
+    start = _INSIDE * np.array([one.linear for one in problem.constants])
+    # The search has its origin at the start: the first step is as long as that is far from it, or 1.
     found = least_squares(
-        problem.residuals,
+        problem.residuals_from,
         zero,
-        jac=problem.jacobian,
-        bounds=(problem.scaled_low, problem.scaled_high),
+        jac=problem.jacobian_from,
+        args=(start,),
+        bounds=(problem.scaled_low - start, problem.scaled_high - start),
         max_nfev=_ROUNDS,
         ftol=1e-4,
     )
     whole = predictor(config, log.workload)
-    device = problem.device(found.x)
+    place = problem.without_idle(start + found.x)
+    device = problem.device(place)
     before, after = whole(problem.device(zero)), whole(device)
     rest = slice(first, None)
     return Fit(
         device,
-        problem.described(found.x),
+        problem.described(place),
         first,
         count,
         errors_of(before, log, rest),
@@ -164,7 +199,8 @@ _AT_BOUND = 0.005  # of the bound
 
 def doubts(fit: Fit) -> list[str]:
     """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
-    limits = {one.key: (one.low, one.high) for one in CONSTANTS + LINK_CONSTANTS}
+    known = CONSTANTS + LINK_CONSTANTS + FRONT_END_CONSTANTS
+    limits = {one.key: (one.high,) if one.linear else (one.low, one.high) for one in known}
     ends = [
         f"{one.key} = {one.value:.4g}"
         for one in fit.constants
@@ -226,20 +262,30 @@ def fit_schedule(
     return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
 
 
+def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
+    """The constants about which a log of this configuration says anything."""
+    links = LINK_CONSTANTS if config.device.tensor_parallel > 1 else ()
+    return CONSTANTS + links + (FRONT_END_CONSTANTS if log.requests.queued_s is None else ())
+
+
 class _Problem:
     """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
 
     def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
         self._base = config.device
-        self.constants = CONSTANTS + (LINK_CONSTANTS if config.device.tensor_parallel > 1 else ())
-        self._spread = np.array([constant.spread for constant in self.constants])
-        self._centre = np.log([self._prior(constant) for constant in self.constants])
-        ends = np.log([(constant.low, constant.high) for constant in self.constants]).T
+        self.constants = constants_of_log(log, config)
+        self._spread = np.array([one.spread for one in self.constants])
+        self._centre = np.array([one.scale(one.prior(config.device)) for one in self.constants])
+        ends = np.array([(one.scale(one.low), one.scale(one.high)) for one in self.constants]).T
         self.scaled_low, self.scaled_high = (ends - self._centre) / self._spread
         self._measured = log.requests.take(slice(0, first))
         last_s = float(self._measured.last_token_s.max())
-        rows = tuple(row for row in log.workload.requests if row.arrival_us / 1e6 <= last_s)
-        # Later requests may have entered before the last of the first ones had ended.
+        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
+        # of them where it is served sooner.
+        entered = int((log.requests.entered_s <= last_s).sum()) + (
+            log.workload.header.client.max_in_flight or 0
+        )
+        rows = log.workload.requests[:entered]
         part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
         self._predict = predictor(config, part)
         tpot = self._measured.tpot_s
@@ -259,16 +305,11 @@ class _Problem:
         self._progress = progress
         self.simulations = 0
 
-    def _prior(self, constant: Constant) -> float:
-        value = float(getattr(self._base, constant.key)) or constant.centre
-        return min(max(value, constant.low * 1.001), constant.high * 0.999)
-
     def device(self, scaled: FloatArray) -> DeviceConfig:
         """The device at a place of the search."""
-        values = np.exp(self._centre + scaled * self._spread)
         found = replace(self._base)
-        for constant, value in zip(self.constants, values, strict=True):
-            setattr(found, constant.key, min(max(float(value), constant.low), constant.high))
+        for constant, place in zip(self.constants, self._centre + scaled * self._spread, strict=True):
+            setattr(found, constant.key, constant.value(float(place)))
         return found
 
     def residuals(self, scaled: FloatArray) -> FloatArray:
@@ -281,22 +322,48 @@ class _Problem:
             tpot = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
             floor = self._floor_s
             ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
-            each = (_robust(tpot, _TPOT_TOLERANCE), _robust(ttft, _TTFT_TOLERANCE))
+            pairs = (
+                (_robust(tpot, _TPOT_TOLERANCE), several),
+                (_robust(ttft, _TTFT_TOLERANCE), ~np.isnan(ttft)),
+            )
+            each = [
+                np.sqrt(0.5) * _grouped(errors, order)
+                for errors, chosen in pairs
+                for order in (
+                    np.arange(len(errors)),
+                    np.argsort(self._measured.prompt_tokens[chosen], kind="stable"),
+                )
+            ]
             self._known[key] = np.concatenate([*(self._weight * one for one in each), _PRIOR_WEIGHT * scaled])
             if self._progress:
                 self._progress(self.simulations, 0.5 * float(self._known[key] @ self._known[key]))
         return self._known[key]
+
+    def residuals_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`residuals` at a place relative to `start`."""
+        return self.residuals(start + moved)
+
+    def jacobian_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`jacobian` at a place relative to `start`."""
+        return self.jacobian(start + moved)
 
     def jacobian(self, scaled: FloatArray) -> FloatArray:
         """Differences over a fifth of a spread: a simulation is a step function of its constants."""
         here = self.residuals(scaled)
         columns = np.empty((len(here), len(scaled)))
         for i in range(len(scaled)):
-            step = _STEP if scaled[i] + _STEP < self.scaled_high[i] else -_STEP
+            step = _LINEAR_STEP if self.constants[i].linear else _STEP
+            step = step if scaled[i] + step < self.scaled_high[i] else -step
             moved = scaled.copy()
             moved[i] += step
             columns[:, i] = (self.residuals(moved) - here) / step
         return columns
+
+    def without_idle(self, scaled: FloatArray) -> FloatArray:
+        """The place with 0 for what is linear, where that explains the log as well."""
+        none = np.where([one.linear for one in self.constants], self.scaled_low, scaled)
+        costs = [float(each @ each) for each in (self.residuals(scaled), self.residuals(none))]
+        return none if costs[1] * _EXPLAINS <= costs[0] else scaled
 
     def described(self, scaled: FloatArray) -> tuple[FittedConstant, ...]:
         """The constants before and after, with the spread that the log leaves them."""
@@ -310,9 +377,23 @@ class _Problem:
                 float(getattr(after, constant.key)),
                 float(share * constant.spread),
                 bool(share < 0.5),
+                constant.linear,
             )
             for constant, share in zip(self.constants, left, strict=True)
         )
+
+
+_GROUP = 8  # requests
+
+
+def _grouped(errors: FloatArray, order: IntArray) -> FloatArray:
+    """Means of neighbours in an order, each as heavy as its requests.
+
+    When a request arrives within a step is chance for a device whose steps are a little longer or shorter. Means have
+    little of that, which a search would take for slopes.
+    """
+    groups = np.array_split(errors[order], max(1, len(errors) // _GROUP))
+    return np.array([np.sqrt(len(group)) * group.mean() for group in groups])
 
 
 def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
@@ -326,7 +407,9 @@ def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
 
 
 def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path: Path) -> None:
-    """Write the device, and beside it the deployment: the same device with the model and the engine's settings.
+    """Write the device, and beside it the deployment (the same with the model and the engine's settings) and its load.
+
+    The load is a trace whose header names its client, which a replay of the deployment obeys.
 
     Raises:
         StoreError: a file cannot be written.
@@ -335,13 +418,26 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
     head = "".join(f"{line}\n" for line in text.splitlines()[1:] if line.startswith("# "))
     config = replace(found.config, device=fitted_device(fit, log))
     whole = f"# The deployment of a log: start from it with deployment=FILE.\n{head}{settings_text(config)}"
-    files = {path.name: text, deployment_file(path).name: whole}
-    write_files(path.parent, {name: each.encode() for name, each in files.items()})
+    files = {path.name: text.encode(), deployment_file(path).name: whole.encode()}
+    write_files(path.parent, {**files, workload_file(path).name: trace_bytes(log.workload)})
 
 
 def deployment_file(device: Path) -> Path:
     """The file of the deployment beside the file of its device."""
     return device.with_name(f"{device.stem}-deployment.yaml")
+
+
+def workload_file(device: Path) -> Path:
+    """The file of the requests beside the file of the device that they were fitted with."""
+    return device.with_name(f"{device.stem}-workload.jsonl")
+
+
+def trace_bytes(trace: Trace) -> bytes:
+    """A trace as a file of PageTwin's own format."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "workload.jsonl"
+        write_jsonl(trace, path)
+        return path.read_bytes()
 
 
 def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
@@ -360,6 +456,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> s
         f"# {fit.device.name} as the log of a deployment shows it: choose with device=FILE.",
         f"# Made by: {command}",
         f"# Log: {log.name} ({', '.join(log.sources)}), {engine}, model {settings.model or 'not named'}.",
+        f"# {log.client}",
         f"# Digest of its requests: {log.workload.digest[:16]}",
         f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
         f"#   {fit.held_out}",
@@ -377,8 +474,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> s
         constant = learned.get(one.name)
         comment = ""
         if constant is not None:
-            how = "learned from the log" if constant.learned else "mostly the prior"
-            comment = f"  # before {constant.prior:.4g}; {how}, spread {100 * constant.spread:.0f} %"
+            comment = f"  # before {constant.prior:.4g}; {constant.how}"
         written = json.dumps(value) if isinstance(value, bool | str) else str(value)
         if isinstance(value, float):
             written = f"{value:.6g}"

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.twin.settings import EngineSettings
-from traces.trace import Trace
+from traces.trace import OPEN, Trace
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -20,8 +20,6 @@ IntArray = npt.NDArray[np.int64]
 
 WRITTEN_TWICE = "written twice, with the same times"
 _WORTH_SAYING = 0.01  # of the requests
-# Fewer requests than this that follow an answer's end are no proof of a capped client.
-FEWEST_HELD = 5
 
 
 def tpot_s(
@@ -77,20 +75,6 @@ class LoggedRequests:
         """Seconds from `entered_s` to the last token."""
         return self.last_token_s - self.entered_s
 
-    def client_cap(self, stated: int | None = None) -> int | None:
-        """The number in flight at which a client held its requests back: `stated`, or what the times show; else None.
-
-        A client that is capped at N sends its request k when an answer ends that leaves N - 1: the (k - N)-th end.
-        A stated cap that was never reached held nothing back.
-        """
-        sent, ended = np.sort(self.arrival_s), np.sort(self.last_token_s)
-        most = int((np.arange(1, len(sent) + 1) - np.searchsorted(ended, sent, side="right")).max(initial=0))
-        if stated is not None:
-            return stated if most >= stated and len(sent) > stated else None
-        idle_s = np.abs(sent[most:] - ended[: len(sent) - most])
-        follows = idle_s <= 0.01 * float(np.median(self.latency_s))
-        return most if len(follows) >= FEWEST_HELD and float(follows.mean()) > 0.5 else None
-
     def take(self, chosen: slice) -> "LoggedRequests":
         """The requests of a slice, on the same clock."""
         columns: dict[str, Any] = {
@@ -134,7 +118,9 @@ class EngineLog:
     """A run of a serving engine. `sources` names the files that were read, `notes` says what was assumed or left out.
 
     `workload` has the requests as a trace that can be replayed: request i is row i of `requests` and arrives at its
-    `entered_s`. `dropped` counts the rows of the log that are no finished request, by reason.
+    `entered_s`, or where its client held it back, when the client's own schedule would have sent it. The trace's
+    header names that client, `client` is a sentence on it. `dropped` counts the rows of the log that are no finished
+    request, by reason.
     """
 
     name: str
@@ -145,7 +131,7 @@ class EngineLog:
     sources: tuple[str, ...] = ()
     dropped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    stated_cap: int | None = None  # requests in flight that the client allowed, as its log says
+    client: str = f"The client is {OPEN}."
 
     @property
     def lost(self) -> str:

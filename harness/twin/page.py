@@ -1,18 +1,16 @@
 """The report of a twin: one HTML file without network, a Markdown summary, figures, tables as CSV, the workload."""
 
-import tempfile
 from pathlib import Path
 
-from harness.config.schema import ReplayMode
 from harness.report.numbers import digits, seconds
 from harness.report.style import Drawing, drawing_files, filled, inline, style
 from harness.store.atomic import write_files
 from harness.twin.figures import changes, latency, state
-from harness.twin.fit import doubts
+from harness.twin.fit import doubts, trace_bytes
 from harness.twin.twin import Twin, change_of, constants_of, grade, trust, verdict
 from harness.twin.what_ifs import WhatIf
 from harness.workload.deployment import deployment_of
-from traces.formats.pagetwin import write_jsonl
+from harness.workload.trace import traffic_of
 
 PAGE = "index.html"
 _REPLACED = "; the user set another value, which was simulated"
@@ -30,19 +28,11 @@ def write_twin(twin: Twin, folder: Path) -> Path:
     with style():
         drawings = [state(twin), latency(twin), *([changes(twin)] if twin.changes else [])]
         files = {name: data for drawing in drawings for name, data in drawing_files(drawing).items()}
-    files["workload.jsonl"] = _workload(twin)
+    files["workload.jsonl"] = trace_bytes(twin.log.workload)
     files["summary.md"] = summary(twin).encode()
     files[PAGE] = _page(twin, drawings, files).encode()
     write_files(folder, files)
     return folder / PAGE
-
-
-def _workload(twin: Twin) -> bytes:
-    """The requests as a trace, which `trace=pagetwin trace.path=FILE` replays."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "workload.jsonl"
-        write_jsonl(twin.log.workload, path)
-        return path.read_bytes()
 
 
 def facts(twin: Twin) -> list[tuple[str, str]]:
@@ -80,7 +70,7 @@ def notes(twin: Twin) -> list[str]:
         f"{count:,} rows of the log are not in the twin: {reason}."
         for reason, count in twin.log.dropped.items()
     ]
-    if twin.config.replay.mode is not ReplayMode.closed:
+    if traffic_of(twin.config, twin.log.workload.header.client).waits is None:
         found.append(
             "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
             "under other settings."

@@ -20,7 +20,9 @@ from traces.trace import Trace
 class PredictedRun:
     """The simulated run of a deployment's requests. Request i is the i-th of the deployment; times in seconds."""
 
-    seen_s: FloatArray  # when the first step began after the arrival: what an engine logs as the entry to its queue
+    seen_s: (
+        FloatArray  # when the first step began after the server's front end: what an engine logs as the entry
+    )
     arrival_s: FloatArray
     first_token_s: FloatArray
     last_token_s: FloatArray
@@ -103,11 +105,12 @@ def _prediction(point: Point) -> PredictedRun:
     order = np.array([place[row.request_id] for row in point.trace.requests])
     columns = {name: np.asarray(rows[name], dtype=np.float64)[order] for name in _COLUMNS}
     if (columns["outcome"] != Outcome.FINISHED).any():
-        raise ConfigError(
-            "scheduler", "the simulation rejects requests that the engine served; check the engine's settings"
-        )
+        reason = "the simulation rejects requests that the engine served; check the engine's settings"
+        raise ConfigError("scheduler", reason)
     start = np.asarray(log.steps["start_s"], dtype=np.float64)
-    began = start[np.minimum(np.searchsorted(start, columns["arrival_s"] - _NS), len(start) - 1)]
+    prompts = np.array([row.prompt_tokens for row in point.trace.requests])
+    entered = columns["arrival_s"] + point.deployment.front_end_s(prompts)
+    began = start[np.minimum(np.searchsorted(start, entered - _NS), len(start) - 1)]
     return PredictedRun(
         seen_s=np.minimum(began, columns["first_scheduled_s"]),
         arrival_s=columns["arrival_s"],

@@ -17,7 +17,9 @@ import numpy as np
 
 from harness.config.errors import UserError
 from harness.twin import exports, printed, settings_files
+from harness.twin.client import LogClient, client_of, states_too_little
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
+from harness.twin.inferred import with_ceilings
 from harness.twin.kv_join import BlockEvents, read_block_events
 from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
@@ -86,6 +88,8 @@ def _engine_log(folder: Path) -> EngineLog:
         trace, sharing = _matched(workload, log, rows, times), ()
         if events is not None:
             sharing = (f"{events.file}: KV events, not used: the workload says what is shared.",)
+    client, doubt = _client(log, rows, times, trace)
+    notes += doubt
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
@@ -93,25 +97,44 @@ def _engine_log(folder: Path) -> EngineLog:
     groups = (logs, found.settings, found.series, found.workloads, found.events)
     return EngineLog(
         folder.resolve().name,
-        _merged_settings(found, log, events),
+        with_ceilings(_merged_settings(found, log, events), times, series, trace),
         times,
-        trace,
+        client.sends(trace, times),
         series,
         tuple(dict.fromkeys(path.name for group in groups for path, _ in group)),
         log.dropped,
         (*notes, *_assumptions(times), *sharing),
-        _stated_cap(log),
+        client.said,
     )
 
 
-def _stated_cap(log: RequestLog) -> int | None:
-    stated = log.facts.get("max_concurrency")
-    if stated is None:
-        return None
-    if isinstance(stated, bool) or not isinstance(stated, int) or stated < 1:
-        reason = f"whole number of at least 1 expected, found {stated}"
+def _client(
+    log: RequestLog, rows: Sequence[LoggedRequest], times: LoggedRequests, trace: Trace
+) -> tuple[LogClient, list[str]]:
+    """The client, and what of its log is not believed."""
+    cap, rate, doubts = log.facts.get("max_concurrency"), log.facts.get("request_rate"), list[str]()
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
+        reason = f"whole number of at least 1 expected, found {cap}"
         raise TraceError(log.file.path, None, "max_concurrency", reason)
-    return stated
+    if cap is not None and (most := states_too_little(times, cap)):
+        doubts.append(
+            f"{log.file.name}: it states at most {cap} requests in flight (max_concurrency), but {most} were; what its "
+            "times show is taken."
+        )
+        cap = None
+    sessions = [row.session for row in rows]
+    if not any(sessions):
+        sessions = [request.session for request in trace.requests]
+    return client_of(times, cap=cap, rate=_rate(rate), sessions=sessions), doubts
+
+
+def _rate(stated: object) -> float | None:
+    """Requests a second as a log states them; None where it does not."""
+    try:
+        rate = float(str(stated))
+    except ValueError:
+        return None
+    return rate if rate > 0 else None
 
 
 def _only(folder: Path, found: Sequence[tuple[Path, T]], what: str) -> T | None:

@@ -42,6 +42,7 @@ class LoggedRequest:
     hash_ids: tuple[int | str, ...] | None = None  # of the prompt's blocks, each chained to those before it
     prefix: str | None = None  # name of the text that the prompt begins with, with `prefix_tokens` of it
     prefix_tokens: int | None = None
+    session: str | None = None  # the conversation of which it is a turn
     line: int | None = None
 
 
@@ -152,9 +153,9 @@ def whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int:
     return in_range(int(found), key, lowest)
 
 
-def maybe_whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int | None:
+def maybe_whole(record: Mapping[str, Any], key: str) -> int | None:
     """The same; None where the key is absent or null."""
-    return None if record.get(key) is None else whole(record, key, lowest)
+    return None if record.get(key) is None else whole(record, key)
 
 
 def text_number(fields: Mapping[str, str], key: str) -> float:

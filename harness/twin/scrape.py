@@ -63,9 +63,8 @@ def scrape(
     while (now := clock() - began) < seconds:
         samples = parse(fetch(url))
         if first is None and not any(name in samples for name in _RUNNING):
-            raise UserError(
-                f"--metrics {url}: has none of {', '.join(_RUNNING)}: no endpoint of vLLM or SGLang"
-            )
+            reason = f"--metrics {url}: has none of {', '.join(_RUNNING)}: no endpoint of vLLM or SGLang"
+            raise UserError(reason)
         first = first or samples
         prompt, generated, running, waiting = (
             sum(_values(samples, names)) for names in (_PROMPT, _GENERATED, _RUNNING, _WAITING)

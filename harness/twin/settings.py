@@ -247,9 +247,8 @@ def _unless(read: Read, *nothing: str) -> Read:
 
 def _budget_of_sglang(value: Any, name: str) -> int | None:
     if str(value) == "-1":
-        raise RowError(
-            name, "-1 turns chunked prefill off, which is not read; give scheduler.chunked_prefill by hand"
-        )
+        reason = "-1 turns chunked prefill off, which is not read; give scheduler.chunked_prefill by hand"
+        raise RowError(name, reason)
     return count(value, name)
 
 

@@ -72,9 +72,8 @@ def read_yaml_settings(file: SourceFile) -> EngineSettings:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else None
-        raise TraceError(
-            file.path, line, None, f"no YAML: {getattr(error, 'problem', None) or error}"
-        ) from error
+        reason = f"no YAML: {getattr(error, 'problem', None) or error}"
+        raise TraceError(file.path, line, None, reason) from error
     if not isinstance(record, dict):
         raise TraceError(file.path, 1, None, f"names and values expected, found {kind(record)}")
     return _by_line(file, VLLM.read, record)

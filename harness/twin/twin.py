@@ -102,7 +102,7 @@ def verdict(twin: Twin) -> str:
     ]
     few = " So few requests prove little." if errors.requests < FEWEST else ""
     answer = f"On {errors.requests:,} {which}: {'; '.join(parts)}.{few}"
-    return " ".join([*twin.configured.warnings, answer])
+    return " ".join([twin.log.client, *twin.configured.warnings, answer])
 
 
 # Fewer requests than this give no median to rely on.

@@ -3,10 +3,13 @@
 `checkpoint_shape` reads what `ModelShape` can describe, and `unknown_parts` names what it cannot.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from importlib.util import find_spec
 from typing import Any
 
-from harness.config.checkpoint import CheckpointFacts
+from harness.config.errors import ConfigError
+from harness.config.paths import CheckpointFile, read_checkpoint
 from harness.config.schema import WeightDtype
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 
@@ -20,24 +23,146 @@ UNGATED = (
     *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron"),
     *("opt", "phi", "starcoder2"),
 )
-_WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next")
+WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next")
 _LATENT = ("deepseek_v2", "deepseek_v3")
 # Families whose every layer is attention (full or windowed) or linear attention, and an MLP or experts: what
 # `ModelShape` describes.
-_KNOWN = (
-    *(*TIED, *UNGATED, *_WITH_EXPERTS),
+KNOWN = (
+    *(*TIED, *UNGATED, *WITH_EXPERTS),
     *("llama", "mistral", "ministral", "qwen2", "qwen3", "phi3", "stablelm", "olmo", "olmo2", "granite"),
     *("exaone4", "glm", "glm4", "helium", "seed_oss", "qwen3_5_text"),
 )
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Families, and keys of any other, whose layers are of several kinds by a rule that is not read here.
-_MIXED = ("cohere2", "exaone4", "qwen3_next", "qwen3_5_text")
+_MIXED_WINDOWS = ("cohere2", "ministral", "smollm3")  # without a window all layers are alike
+_MIXED = (*_MIXED_WINDOWS, "exaone4", "qwen3_next", "qwen3_5_text")
+_ASKED_WINDOWS = (
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)  # where use_sliding_window says so alone
+# What a family must write, because its class in transformers has a default of its own: asked where that is missing.
+_UNSAID = {
+    "head_dim": (
+        *("ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "helium"),
+        *("qwen3", "qwen3_5_text", "qwen3_next", "seed_oss"),
+    ),
+    "sliding_window": ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral"),
+    "multi_query": ("falcon", "gpt_bigcode"),
+    "shared_expert_intermediate_size": ("qwen2_moe", "qwen3_next"),
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "first_k_dense_replace", "n_shared_experts"), _LATENT),
+}
 _RULES = ("full_attention_interval", "sliding_window_pattern")
 _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
 _MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
+_MOST = 10**9  # of any number of a shape; more is a mistake, and sizes in bytes would not fit 64 bits
+
+
+class CheckpointFacts:
+    """The facts of the checkpoint folder `path`, asked under the names that its family uses.
+
+    Families of transformers call the same number differently (`n_embd`, `d_model`, `hidden_size`). A missing or
+    impossible number is refused, because a default in its place would be a silent error.
+
+    Raises:
+        ConfigError: config.json cannot be read, or is no object. `key` is the setting that named the folder.
+    """
+
+    def __init__(self, path: str, key: str = "model.path") -> None:
+        self._key = key
+        self._read = read_checkpoint(path, key)
+        self._facts = self._read.text
+
+    @cached_property
+    def _filled(self) -> Any:
+        return _as_transformers_reads(self._read, self._key)
+
+    def written(self, name: str) -> Any:
+        """The value under `name` in the file, or None."""
+        return self._facts.get(name)
+
+    def get(self, name: str) -> Any:
+        """The value under `name` as transformers reads it where it is installed and knows the family, or as written."""
+        return self.written(name) if self._filled is None else getattr(self._filled, name, None)
+
+    @property
+    def family(self) -> str:
+        """transformers' model_type."""
+        return str(self._facts.get("model_type") or self._read.whole.get("model_type") or "")
+
+    def check_unsaid(self) -> None:
+        """Raise ConfigError where a value is missing whose default only transformers knows, which is missing too."""
+        unsaid = [name for name, families in _UNSAID.items() if self.family in families]
+        if self._filled is None and (
+            name := next((name for name in unsaid if name not in self._facts), None)
+        ):
+            raise ConfigError(
+                self._key,
+                f"{self._read.file}: {name} is not written, and only transformers knows the default of {self.family}: "
+                f"install it (pip install '.[engine]'), or write {name}",
+            )
+
+    def wrong(self, name: str, allowed: str) -> ConfigError:
+        """The error of the value under `name`; `allowed` says what it must be."""
+        return ConfigError(
+            self._key, f"{self._read.file}: {name} is {self.written(name)!r}, must be {allowed}"
+        )
+
+    def number(self, *names: str, most: int = _MOST) -> int:
+        """The first of `names` that is written: a whole number from 1 to `most`.
+
+        Raises:
+            ConfigError: none is written. A default of transformers would be the size of another model.
+        """
+        found = self._whole(names, self.written, most)
+        if found is None:
+            reason = f"{self._read.file}: has none of {', '.join(names)}, so the model's shape is not known"
+            raise ConfigError(self._key, reason)
+        return found
+
+    def maybe(self, *names: str, most: int = _MOST) -> int | None:
+        """The same of what transformers reads, or None where none is given.
+
+        Raises:
+            ConfigError: it is no whole number, below 1, or above `most`.
+        """
+        return self._whole(names, self.get, most)
+
+    def _whole(self, names: tuple[str, ...], get: Callable[[str], Any], most: int) -> int | None:
+        name = next((name for name in names if get(name) is not None), None)
+        if name is None:
+            return None
+        value = get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self.wrong(name, "a whole number of at least 1")
+        if value > most:
+            raise self.wrong(name, f"at most {most:,}")
+        return value
+
+
+def _as_transformers_reads(read: CheckpointFile, key: str) -> Any:
+    """The configuration as the class of its family fills it in; None without transformers or for no family of it.
+
+    The class knows the rules by which the layers of some families differ, and the defaults of values that are not
+    written. It needs no torch, and no code of the checkpoint runs.
+    """
+    family = read.whole.get("model_type")
+    if find_spec("transformers") is None:
+        return None
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes seconds
+
+    if family not in CONFIG_MAPPING:
+        return None
+    try:
+        return CONFIG_MAPPING[family].from_dict(read.whole).get_text_config(decoder=True)
+    except Exception as error:  # whatever that code raises, it is this file that it cannot read
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(key, f"{read.file}: transformers cannot read it as {family!r} ({what})") from error
 
 
 def bits_of(kind: WeightDtype, group: int) -> float | None:
@@ -103,14 +228,14 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
     if quantised and _quantised_bits(facts) is None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         found.append(f"quantised weights of a kind that it does not know (quant_method = {method})")
-    if not found and facts.family not in _KNOWN:
+    if not found and facts.family not in KNOWN:
         found.append(f"an architecture that it has not been taught (model_type {facts.family or 'missing'})")
     return found
 
 
 def _unknown_experts(facts: CheckpointFacts) -> Iterator[str]:
     named = [name for name in _EXPERTS if facts.get(name) not in (None, 0, 1)]
-    if facts.family not in _WITH_EXPERTS:
+    if facts.family not in WITH_EXPERTS:
         yield from (f"a mixture of experts ({name} = {facts.get(name)})" for name in named)
         return
     for name in ("decoder_sparse_step", "moe_layer_freq"):
@@ -121,7 +246,7 @@ def _unknown_experts(facts: CheckpointFacts) -> Iterator[str]:
 
 
 def _experts(facts: CheckpointFacts, layers: int) -> Experts | None:
-    if facts.family not in _WITH_EXPERTS:
+    if facts.family not in WITH_EXPERTS:
         return None
     width = facts.maybe("moe_intermediate_size") or facts.number("intermediate_size")
     shared = facts.maybe("shared_expert_intermediate_size") or width * (facts.maybe("n_shared_experts") or 0)
@@ -162,13 +287,15 @@ def _layer_types(facts: CheckpointFacts) -> list[Any]:
 
 def _check_kinds(facts: CheckpointFacts, layers: int) -> None:
     """Raise ConfigError where the kinds of the layers are listed wrongly, or follow a rule of the family's code."""
-    kinds = facts.get("layer_types")
+    kinds = facts.written("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != layers):
         raise facts.wrong("layer_types", f"a list of {layers} kinds, one for each layer")
+    facts.check_unsaid()
+    kinds = facts.get("layer_types")
     rule = next((name for name in _RULES if facts.get(name) is not None), None)
     if kinds is not None or facts.family == "gemma3_text":
         return
-    windows = facts.family in ("cohere2", "exaone4") and facts.get("sliding_window") is None
+    windows = facts.family in _MIXED_WINDOWS and facts.get("sliding_window") is None
     if rule or (facts.family in _MIXED and not windows):
         given = f"{rule} is {facts.get(rule)!r}" if rule else f"model_type is {facts.family}"
         raise facts.wrong(
@@ -180,9 +307,10 @@ def _check_kinds(facts: CheckpointFacts, layers: int) -> None:
 
 def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     """The window and the number of layers that have it, by `layer_types` or by the rule of the family."""
-    window = facts.maybe("sliding_window")
-    if window is None or facts.get("use_sliding_window") is False:
+    used = facts.get("use_sliding_window")
+    if not facts.get("sliding_window") or used is False or (used is None and facts.family in _ASKED_WINDOWS):
         return None, 0
+    window = facts.maybe("sliding_window")
     kinds = _layer_types(facts)
     if kinds:
         count = kinds.count(_SLIDING)
@@ -191,8 +319,9 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     elif facts.family == "gemma3_text":
         count = layers - layers // (facts.maybe("sliding_window_pattern") or 6)
     else:
-        first = facts.get("max_window_layers")
-        count = max(0, layers - first) if isinstance(first, int) else layers
+        count = (
+            max(0, layers - facts.number("max_window_layers")) if facts.family in _ASKED_WINDOWS else layers
+        )
     return (window, count) if count else (None, 0)
 
 

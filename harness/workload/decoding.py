@@ -64,10 +64,6 @@ class TraceDecoding:
         speculation = self.configured.speculation
         return RequestDecoding(1, Decoding.sample if sampled else Decoding.greedy, speculation)
 
-    def uniform(self, trace: Trace) -> bool:
-        """Whether all requests are decoded as configured."""
-        return all(self.of(row) == self.configured for row in trace.requests)
-
     def noted(self, trace: Trace) -> Trace:
         """The trace with a note on what became of the widths that its rows name; unchanged where no row names one."""
         if not names_widths(trace.requests):
@@ -241,9 +237,8 @@ def _files(path: str) -> list[Path]:
         return [place / name]
     files = sorted(Layout(place).points.glob(f"*/{name}"))
     if not files:
-        raise ConfigError(
-            KEY, f"'{path}' holds no {name}: only measured points with beams (measure=true) record parents"
-        )
+        reason = f"'{path}' holds no {name}: only measured points with beams (measure=true) record parents"
+        raise ConfigError(KEY, reason)
     return files
 
 
@@ -256,9 +251,8 @@ def _first_run(file: Path, stamp: int) -> Selections:
         raise ConfigError(KEY, str(error)) from None
     missing = [n for n in COLUMNS if n not in columns or not np.issubdtype(columns[n].dtype, np.integer)]
     if missing:
-        raise ConfigError(
-            KEY, f"{file}: no table of beam parents, it lacks whole numbers in {', '.join(missing)}"
-        )
+        reason = f"{file}: no table of beam parents, it lacks whole numbers in {', '.join(missing)}"
+        raise ConfigError(KEY, reason)
     order = np.lexsort([columns[name] for name in ("hypothesis", "selection", "request_id")])
     order = order[columns["run"][order] == 0]
     chosen: dict[int, list[list[int]]] = {}

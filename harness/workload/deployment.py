@@ -14,12 +14,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
-from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.eviction import CheckpointRule, EvictionQueue
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.grouped import GroupedManager, pages_of
 from engine.core.memory.paged import PagedManager
@@ -28,7 +29,6 @@ from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
-from harness.config.checkpoint import CheckpointFacts
 from harness.config.errors import ConfigError
 from harness.config.groups import DEPLOYED
 from harness.config.schema import (
@@ -47,8 +47,16 @@ from harness.config.schema import (
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
+from harness.metrics.log import FloatArray, IntArray
 from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
-from harness.workload.architecture import TIED, UNGATED, bits_of, checkpoint_shape, unknown_parts
+from harness.workload.architecture import (
+    TIED,
+    UNGATED,
+    CheckpointFacts,
+    bits_of,
+    checkpoint_shape,
+    unknown_parts,
+)
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -169,17 +177,32 @@ class Deployment:
         return _device_shape(self)
 
     @property
+    def model_spec(self) -> ModelSpec:
+        """The engine's description of the model."""
+        return model_spec(self.model)
+
+    @property
+    def runs_on(self) -> str:
+        """Where the engine runs: `cuda` or `cpu`."""
+        return engine_device(self.engine.device)
+
+    @property
+    def device_at_hand(self) -> str:
+        """The name of the device that the engine runs on."""
+        return device_identity(self.engine.device)
+
+    @property
     def clock_used(self) -> Clock:
         """The clock; `auto` is CPU-seconds of the engine's thread where that does all work, else wall time."""
         if self.clock is not Clock.auto:
             return self.clock
-        single = engine_device(self.engine.device) == "cpu" and self.engine.threads == 1
+        single = self.runs_on == "cpu" and self.engine.threads == 1
         return Clock.cpu if single else Clock.wall
 
     @property
     def has_yardstick(self) -> bool:
         """Whether a yardstick between the steps follows the pace (`cost.follow_pace`). It describes a core, no GPU."""
-        return self.cost.follow_pace and engine_device(self.engine.device) == "cpu"
+        return self.cost.follow_pace and self.runs_on == "cpu"
 
     @property
     def is_at_hand(self) -> bool:
@@ -192,30 +215,23 @@ class Deployment:
         name = self.device.name.lower()
         if name == EngineDevice.cpu.value:
             return True
-        if engine_device(self.engine.device) == "cpu":
+        if self.runs_on == "cpu":
             return False
-        parts, words = name.split("_"), re.findall(r"[a-z0-9]+", device_identity(self.engine.device).lower())
+        parts, words = name.split("_"), re.findall(r"[a-z0-9]+", self.device_at_hand.lower())
         sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
         same_memory = sizes[0] == sizes[1] or not all(sizes)
         pcie = ("pcie" in words) == ("pcie" in parts)
         return parts[0] in words and parts[0] != "nvidia" and same_memory and pcie
 
+    def front_end_s(self, prompt_tokens: IntArray) -> FloatArray:
+        """Seconds that prompts of so many tokens spend in the server before the scheduler's queue."""
+        found: FloatArray = 1e-6 * self.device.frontend_token_us * prompt_tokens.astype(np.float64)
+        return found + 1e-6 * self.device.frontend_request_us
+
     @property
     def longest(self) -> int:
         """The longest sequence that is served, in tokens: `cache.max_model_len`, or the model's."""
         return self.cache.max_model_len or max_position(self.model)
-
-    def alone(self, pool: PoolShape, limits: SchedulerLimits, host_tokens: int = 0) -> "Deployment":
-        """The same model and engine with the default policies on another pool: for runs that time the engine."""
-        return replace(
-            self,
-            cache=CacheConfig(host_tokens=host_tokens),
-            scheduler=SchedulerConfig(),
-            decoding=replace(self.decoding, sharing=Sharing.copy_on_write, beam_churn=None),
-            device=replace(self.device, data_parallel=1),
-            pool=pool,
-            limits=limits,
-        )
 
 
 def deployment_of(config: RunConfig) -> Deployment:
@@ -347,15 +363,19 @@ def max_position(model: ModelConfig) -> int:
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:
-    """The layers of a model by what they keep of a sequence: all tokens (or latent vectors), a window, a state."""
-    everything = model.attention_layers - model.windowed_layers
-    kind = GroupKind.latent if model.latent else GroupKind.full
-    found = [LayerSet(kind, everything, model.layer_kv_bytes)] if everything else []
-    if model.windowed_layers:
-        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    """The layers of a model by what they keep of a sequence: a state, a window, all tokens (or latent vectors).
+
+    This is the order of their first layers in nearly every model, and so that of vLLM's groups: a request's pages are
+    released group by group, so pages of states and windows are evicted first.
+    """
+    found = []
     if model.state_layers:
         found.append(LayerSet(GroupKind.state, model.state_layers, model.state_bytes))
-    return found
+    if model.windowed_layers:
+        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+    everything = model.attention_layers - model.windowed_layers
+    kind = GroupKind.latent if model.latent else GroupKind.full
+    return [*found, *([LayerSet(kind, everything, model.layer_kv_bytes)] if everything else [])]
 
 
 def model_spec(model: ModelConfig) -> ModelSpec:
@@ -411,19 +431,16 @@ def _block_size_factor(deployment: Deployment) -> float | None:
     if not deployment.cost.block_sizes or cache.policy is not CachePolicy.paged:
         return None
     if shape.latent:
-        raise ConfigError(
-            "cost.block_sizes", f"true, but {deployment.model.name} has latent attention; leave it out"
-        )
+        reason = f"true, but {deployment.model.name} has latent attention; leave it out"
+        raise ConfigError("cost.block_sizes", reason)
     width, group = shape.kv_bytes_per_element or shape.bytes_per_element, shape.heads // shape.kv_heads
     try:
         return block_size_factor(
             deployment.device.name, int(width), cache.block_size, shape.head_dim, group
         ).factor
     except LookupError as error:
-        raise ConfigError(
-            "cost.block_sizes",
-            f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}",
-        ) from error
+        reason = f"true, but the static model's table (conf/block_sizes.csv) does not hold {error.args[0]}"
+        raise ConfigError("cost.block_sizes", reason) from error
 
 
 def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
@@ -431,10 +448,8 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
     cache = config.cache
     most = max_position(config.model)
     if cache.max_model_len is not None and cache.max_model_len > most:
-        raise ConfigError(
-            "cache.max_model_len",
-            f"{cache.max_model_len} tokens, but {config.model.name} takes {most} at most",
-        )
+        reason = f"{cache.max_model_len} tokens, but {config.model.name} takes {most} at most"
+        raise ConfigError("cache.max_model_len", reason)
     longest = cache.max_model_len or most
     size = cache.block_size if cache.policy is CachePolicy.paged else 1
     tokens, sized_by, memory = _pool_tokens(config, model, size)
@@ -451,9 +466,8 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
                 f"{config.model.name}, each needs at least 1; enlarge the pool",
             )
     elif tokens < size:
-        raise ConfigError(
-            "cache.pool_tokens", f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
-        )
+        reason = f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
+        raise ConfigError("cache.pool_tokens", reason)
     slides = model.window is not None and model.window < longest
     return PoolShape(
         policy=cache.policy,
@@ -475,13 +489,21 @@ def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
     """The groups of the model's layers; None with cache.groups=off."""
     if cache.groups is GroupPages.off:
         return None
-    sets = layer_sets(model)
+    sets, states = layer_sets(model), cache.states.within(cache.prefix_caching)
     try:
         if cache.groups is GroupPages.uniform:
-            return uniform_layout(sets, cache.block_size)
-        return separate_layout(sets, cache.block_size, state_every=cache.state_every, pages=cache.groups)
+            layout = uniform_layout(sets, cache.block_size, states)
+        else:
+            layout = separate_layout(
+                sets, cache.block_size, state_every=cache.state_every, pages=cache.groups, states=states
+            )
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
+    try:
+        CheckpointRule(cache.retention_interval, layout.match_unit)
+    except CoreError as error:
+        raise ConfigError("cache.retention_interval", str(error)) from error
+    return layout
 
 
 def _pool_tokens(config: RunConfig, model: ModelShape, size: int) -> tuple[int, str, DeviceMemory | None]:
@@ -557,17 +579,13 @@ _METHODS = {
 }
 
 
-def new_scheduler(
-    deployment: Deployment, *, keep_events: bool = False, eviction: EvictionQueue | None = None
-) -> Scheduler:
+def new_scheduler(deployment: Deployment, *, keep_events: bool = False) -> Scheduler:
     """A scheduler over an empty pool; a paged one collects changes of its prefix cache where asked.
-
-    `eviction` is used instead of the eviction order that the cache names.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events), eviction=eviction)[0]
+    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events))[0]
 
 
 def observed_scheduler(
@@ -577,7 +595,10 @@ def observed_scheduler(
     clock: Callable[[], int] = lambda: 0,
     eviction: EvictionQueue | None = None,
 ) -> tuple[Scheduler, list[MemoryObserver]]:
-    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns."""
+    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns.
+
+    `eviction` is used instead of the eviction order that the cache names.
+    """
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
     policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
     if pool.groups is not None:
@@ -589,6 +610,7 @@ def observed_scheduler(
             most_chunk=limits.max_batched_tokens,
             prefix_caching=pool.prefix_caching,
             window_hits=cache.window_hits,
+            retention_interval=cache.retention_interval,
         )
         return Scheduler(grouped, limits, policies), [Wastes(grouped)]
     if pool.policy is not CachePolicy.paged:

@@ -22,7 +22,7 @@ from harness.config.schema import (
     SchedulerConfig,
 )
 from harness.config.values import PerObject
-from harness.replay.arrivals import LATEST_NS, Arrivals, Resubmitting, TimedRequest
+from harness.replay.arrivals import LATEST_NS, Arrivals, FrontEnd, Resubmitting, TimedRequest
 from harness.replay.beams import Genealogy
 from harness.replay.cost_model import CostSource
 from harness.replay.memory import MemoryObserver
@@ -82,6 +82,12 @@ class Workload:
         return self.trace_decoding.configured.width
 
     @property
+    def is_uniform(self) -> bool:
+        """Whether all requests are decoded as configured."""
+        decoding = self.trace_decoding
+        return all(decoding.of(row) == decoding.configured for row in self.trace.requests)
+
+    @property
     def client_stride(self) -> int:
         """A number greater than the id of every row."""
         return 1 + max(row.request_id for row in self.trace.requests)
@@ -139,6 +145,7 @@ class Point:
             drafts=any(each.speculation is not None for each in decodings),
             may_share=served.cache.deduplicate and self.may_share,
             experts=served.shape.experts is not None,
+            waits=self.workload.traffic.waits,
         )
 
     @property
@@ -188,12 +195,17 @@ class Point:
         return KeyedBeams(self.workload.client_stride, genealogy) if self.workload.resubmits else None
 
     def arrivals(self, requests: Iterable[TimedRequest], client: BeamClient | None = None) -> Arrivals:
-        """The source of `requests`, one for each row of the trace in order; or of what `client` sends for them."""
-        rows = self.trace.requests
+        """The source of `requests`, one for each row of the trace in order; or of what `client` sends for them.
+
+        Each passes the server's front end before the scheduler sees it.
+        """
+        rows, device = self.trace.requests, self.deployment.device
         source = self.workload.traffic.arrivals(rows, requests)
-        if client is None:
+        if client is not None:
+            source = Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+        if not (device.frontend_request_us or device.frontend_token_us):
             return source
-        return Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+        return FrontEnd(source, round(1000 * device.frontend_request_us), 1000 * device.frontend_token_us)
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""
@@ -270,8 +282,9 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
         ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
     """
     deployment = deployment_of(config)
-    trace_decoding, traffic = trace_decoding_of(config), traffic_of(config)
+    trace_decoding = trace_decoding_of(config)
     trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
+    traffic = traffic_of(config, trace.header.client)
     _check_span(trace)
     beams = _has_beams(config, trace, trace_decoding)
     by_prefix = config.decoding.sharing is Sharing.prefix_cache

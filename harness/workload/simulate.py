@@ -13,7 +13,6 @@ import simpy
 
 from engine.core.memory.eviction import EvictionQueue
 from engine.core.options import Decoding, Keep, Retention, Scheduling
-from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.names import BlockNames
@@ -34,9 +33,8 @@ from harness.console import install_hint
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import Arrivals, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
-from harness.replay.branches import BranchEnds
 from harness.replay.cost_model import CostModel
-from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor, StepTiming
+from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
 from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay
@@ -47,7 +45,7 @@ from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
 from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
-from traces.trace import TraceRequest
+from traces.trace import OPEN, TraceRequest
 
 COMPILED_FROM = 5_000  # requests; loading the compiled code takes a second
 COMPILING = 60_000  # requests that the policy core replays while the code is compiled once
@@ -134,6 +132,8 @@ def _obstacle(point: Point) -> str | None:
         return f"numba is not installed, or cannot be imported ({install_hint('fast')})"
     if point.workload.resubmits:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
+    if point.workload.traffic.client != OPEN:
+        return "the trace's client holds requests back"
     if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
         return "turns wait for later ones"
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
@@ -254,13 +254,13 @@ def replay_point(
 ) -> dict[str, Any]:
     """Replay `requests` through a new scheduler over an empty pool, into `fold`.
 
-    Returns what was kept of the memory, by its field of the run log, where `fold` keeps rows.
+    Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
     `observers`, and what `observe` makes, look at the replay. `eviction` replaces the eviction order. With `client`
     the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
     recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
     scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
-    kept = memory if fold.keeps_rows else []
+    kept = memory if fold.keeps_rows else [total for each in memory if (total := each.summed())]
     made = [observe(scheduler)] if observe else []
     arrivals = point.arrivals(requests, client)
     watching = (recorder, *kept, *observers, *made)
@@ -298,6 +298,14 @@ def _replay(
     )
 
 
+def predict(point: Point, cost: CostModel) -> Prediction:
+    """The free-running prediction: with its rows where `replay.records` keeps them, else in constant memory."""
+    if not point.replay.records:
+        return simulate_metrics(point, cost)
+    log = simulate(point, cost)
+    return prediction_of(log, cost.source)
+
+
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
     core, compiled = new_log(point), [new_log(point) for _ in range(point.replicas)]
@@ -325,8 +333,8 @@ def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True
         return prediction_of(simulate(point, cost, fast_forward=fast_forward), cost.source).without_rows()
     if _runs_compiled(point, cost, [compiled]):
         return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
-    _simulated(point, cost, core, fast_forward)
-    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
+    beside = _simulated(point, cost, core, fast_forward)
+    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **beside)
 
 
 def _runs_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> bool:
@@ -420,35 +428,3 @@ def simulated_executor(
         acceptance=drawn.accepted(cost.source),
         window=point.pool.window,
     )
-
-
-class PinnedEnds(Executor):
-    """An executor around `engine` that ends sampled branches where the draws say, whatever tokens they choose."""
-
-    max_steps = 1
-
-    def __init__(self, engine: Executor, ends: BranchEnds) -> None:
-        self._engine = engine
-        self._ends = ends
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._engine.begin()
-
-    def unclocked(self, look: Callable[[], None]) -> None:
-        """Call `look`, outside of the engine's time."""
-        self._engine.unclocked(look)
-
-    def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
-        """Run the plan, and end branches with it."""
-        return replace(self._engine.execute(plan, horizon_ns), ended=self._ends.of(plan))
-
-    def end(self) -> StepTiming:
-        """The engine's time."""
-        return self._engine.end()
-
-
-def with_ends(point: Point, engine: Executor, requests: Mapping[int, Request]) -> Executor:
-    """The engine, with sampled branches that end as drawn where the workload draws their ends."""
-    survival = point.workload.drawn.survival
-    return PinnedEnds(engine, BranchEnds(survival, requests)) if survival else engine

@@ -18,7 +18,16 @@ from harness.config.errors import ConfigError
 from harness.config.memory import GENERATED
 from harness.config.schema import ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 from harness.console import remark
-from harness.replay.arrivals import Arrivals, ClosedLoop, OpenLoop, Sessions, TimedRequest, Turn, to_ns
+from harness.replay.arrivals import (
+    Arrivals,
+    Capped,
+    ClosedLoop,
+    OpenLoop,
+    Sessions,
+    TimedRequest,
+    Turn,
+    to_ns,
+)
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError, TraceError
 from traces.formats.rows import Encode
@@ -26,7 +35,7 @@ from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
 from traces.synth.generator import generate_trace
 from traces.synth.tables import PrefixSharing
-from traces.trace import Trace, TraceRequest
+from traces.trace import OPEN, Client, ClientKind, Trace, TraceRequest
 
 
 @lru_cache(maxsize=4)
@@ -43,9 +52,8 @@ def encoder(path: str) -> Encode:
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception for every fault of the file
-        raise ParameterError(
-            "tokenizer", f"cannot read {file}: {error}; name a folder with tokenizer.json"
-        ) from error
+        reason = f"cannot read {file}: {error}; name a folder with tokenizer.json"
+        raise ParameterError("tokenizer", reason) from error
 
     def encode(text: str) -> list[int]:
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
@@ -224,26 +232,47 @@ _NS_PER_US = 1000
 
 @dataclass(frozen=True)
 class Traffic:
-    """The arrival pattern of a point; `arrivals()` makes the source of requests that a replay reads. Times in s."""
+    """The arrival pattern of a point; `arrivals()` makes the source of requests that a replay reads. Times in s.
+
+    `client` is that of the trace: it holds requests back in every mode, and sends turns by itself in `trace`.
+    """
 
     mode: ReplayMode = ReplayMode.trace
     users: int = 1
     think_s: float = 0.0
     seed: int = 0
     until_s: float | None = None
+    client: Client = OPEN
 
     @property
     def until_ns(self) -> int | None:
         """When the replay stops, in ns; None: when everything has finished."""
         return None if self.until_s is None else int(to_ns(self.until_s))
 
+    @property
+    def turns(self) -> bool:
+        """Whether a request waits for the turns before it."""
+        of_client = self.client.kind is ClientKind.multi_turn and self.mode is ReplayMode.trace
+        return of_client or self.mode is ReplayMode.sessions
+
     def arrivals(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         """The source of `requests`; there is one request for each of `rows`, in the same order."""
+        source, most = self._own(rows, requests), self.client.max_in_flight
+        return source if most is None else Capped(source, most, self.client.pause_us * _NS_PER_US)
+
+    @property
+    def waits(self) -> str | None:
+        """In words, what requests wait for; None where each is sent at its own time."""
+        if self.mode in (ReplayMode.closed, ReplayMode.sessions):
+            return str(self.mode)
+        return None if self.client == OPEN else str(self.client.kind)
+
+    def _own(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         if self.mode is ReplayMode.closed:
             return ClosedLoop(
                 (timed.request for timed in requests), len(rows), self.users, self.pauses_ns(rows)
             )
-        if self.mode is ReplayMode.sessions:
+        if self.turns:
             turns = zip(rows, requests, self.pauses_ns(rows), strict=True)
             return Sessions([Turn(timed, turns_before(row), pause) for row, timed, pause in turns])
         return OpenLoop(requests, len(rows))
@@ -251,7 +280,7 @@ class Traffic:
     def pauses_ns(self, rows: Sequence[TraceRequest]) -> list[int]:
         """The pause before each request; before the turn of a conversation a recorded one is preferred."""
         pauses = pauses_ns(len(rows), self.think_s, self.seed)
-        if self.mode is not ReplayMode.sessions:
+        if not self.turns:
             return pauses
         return [
             drawn if row.think_us is None else row.think_us * _NS_PER_US
@@ -259,10 +288,17 @@ class Traffic:
         ]
 
 
-def traffic_of(config: RunConfig) -> Traffic:
-    """The arrival pattern that the configuration asks for."""
-    replay = config.replay
-    return Traffic(replay.mode, replay.users, replay.think_s, config.workload.seed, until_s=replay.duration_s)
+def traffic_of(config: RunConfig, client: Client = OPEN) -> Traffic:
+    """The arrival pattern that the configuration asks for; `client` is that of the trace."""
+    replay, most = config.replay, config.replay.max_in_flight
+    if replay.mode in (ReplayMode.poisson, ReplayMode.gamma, ReplayMode.closed, ReplayMode.offline):
+        client = OPEN  # the arrivals are of another client
+    if most is not None:
+        kind = client.kind
+        if kind is not ClientKind.multi_turn:
+            kind = ClientKind.capped if most else ClientKind.open
+        client = Client(kind, most or None, client.pause_us if most else 0)
+    return Traffic(replay.mode, replay.users, replay.think_s, config.workload.seed, replay.duration_s, client)
 
 
 def pauses_ns(count: int, mean_s: float, seed: int) -> list[int]:
@@ -293,7 +329,12 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
         return trace.changed(trace.requests, f"closed loop: {replay.users:,} users, who {pause}")
     if mode not in (ReplayMode.poisson, ReplayMode.gamma):
         return trace
-    rate = config.workload.request_rate or _mean_rate(trace)
+    rate = config.workload.request_rate or trace.mean_rate or (1.0 if len(trace.requests) < 2 else None)
+    if rate is None:
+        raise ConfigError(
+            "workload.request_rate",
+            "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
+        )
     kind = (
         f"{mode}" if mode is ReplayMode.poisson else f"gamma (coefficient of variation {replay.burstiness:g})"
     )
@@ -301,18 +342,6 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
     times = process.times_us(len(trace.requests), config.workload.seed)
     return _at(
         trace, times, f"arrivals drawn anew: {kind}, {rate:.4g} requests/s, seed {config.workload.seed}"
-    )
-
-
-def _mean_rate(trace: Trace) -> float:
-    if len(trace.requests) < 2:
-        return 1.0
-    span_us = trace.requests[-1].arrival_us - trace.requests[0].arrival_us
-    if span_us:
-        return (len(trace.requests) - 1) / span_us * 1e6
-    raise ConfigError(
-        "workload.request_rate",
-        "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
     )
 
 

@@ -7,6 +7,9 @@ description's, with the spreads that the fit takes as priors; 300 requests are r
 as an engine would leave it (a CSV of times, the engine's arguments). `calibrate --from-log` then knows the
 description alone: it fits the first 75 and is judged on the others. This shows what the fit can learn from so few
 requests, not that the form is right: that takes logs of real engines.
+
+The cases of clients that wait (capped, closed, multi-turn) are logs as a load generator keeps them: requests are sent
+through a front end whose constants are drawn too, and the reader must find the client.
 """
 
 import argparse
@@ -26,11 +29,12 @@ from harness.twin.fit import CONSTANTS, LINK_CONSTANTS, Fit, fit_device
 from harness.twin.log import EngineLog
 from harness.twin.prediction import Errors, predictor
 from harness.twin.reading import read_engine_log
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import AFTER, CHAINED, OPEN, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 REQUESTS = 300
 GOAL_TPOT, GOAL_TTFT = 0.03, 0.05
 NOISE_S = 0.001  # of a logged time: what a client's clock and network add
+TURNS, THINK_S = 4, 5.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ class Case:
     burst: float = 1.0
     parallel: int = 1
     skew: float = 0.0  # of the popularity of experts, which the fit does not know
+    client: Client | None = None  # who sends, through a front end; None: an open loop, logged by the engine
+    users: int = 0  # multi-turn: conversations under way at once
 
 
 CASES = {
@@ -54,6 +60,18 @@ CASES = {
     "saturated": Case("rtx_pro_6000", "meta-llama/Llama-3.1-8B", 10.0),
     "bursts": Case("l40s", "meta-llama/Llama-3.1-8B", 4.0, burst=2.0),
     "bursts-h100": Case("h100", "meta-llama/Llama-3.1-8B", 18.0, burst=2.0),
+    "open-client": Case("h100", "meta-llama/Llama-3.1-8B", 10.0, client=Client()),
+    "capped": Case("h100", "meta-llama/Llama-3.1-8B", 16.0, client=Client(ClientKind.capped, 24, 300)),
+    "capped-often": Case("l40s", "meta-llama/Llama-3.1-8B", 4.5, client=Client(ClientKind.capped, 20, 300)),
+    "closed": Case("rtx4090", "meta-llama/Llama-3.1-8B", 1e5, client=Client(ClientKind.closed, 8, 300)),
+    "closed-saturated": Case(
+        "a100_80gb",
+        "meta-llama/Llama-3.1-8B",
+        1e5,
+        max_num_seqs=64,
+        client=Client(ClientKind.closed, 96, 300),
+    ),
+    "multi-turn": Case("h100", "meta-llama/Llama-3.1-8B", 3.0, client=Client(ClientKind.multi_turn)),
 }
 
 
@@ -71,8 +89,27 @@ def trace_of(case: Case, seed: int) -> Trace:
         )
         for i in range(REQUESTS)
     )
-    header = TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, REQUESTS, REQUESTS)
+    client = case.client or OPEN
+    if client.kind is ClientKind.multi_turn:
+        rows = turns_of(rows, draw)
+    header = TraceHeader(
+        "planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, REQUESTS, REQUESTS, client=client
+    )
     return Trace(header, rows)
+
+
+def turns_of(rows: tuple[TraceRequest, ...], draw: np.random.Generator) -> tuple[TraceRequest, ...]:
+    """The requests as conversations of four turns, each some seconds after the answer before it."""
+    found, firsts = [], len(rows) // TURNS
+    pauses = draw.exponential(THINK_S, len(rows))
+    for row, pause in zip(rows, pauses, strict=True):
+        turn, session = divmod(row.request_id, firsts)
+        row = replace(row, session=f"s{session}", turn=turn + 1)
+        if turn:
+            before = row.request_id - firsts
+            row = replace(row, after=(before,), think_us=round(1e6 * pause), release=AFTER)
+        found.append(row)
+    return tuple(found)
 
 
 def arguments(case: Case) -> dict[str, object]:
@@ -100,6 +137,16 @@ def planted_device(described: DeviceConfig, seed: int) -> DeviceConfig:
     return found
 
 
+def with_front_end(device: DeviceConfig, seed: int) -> DeviceConfig:
+    """The device behind a server that takes 2 to 8 ms for a request, and up to a microsecond for a prompt's token."""
+    draw = np.random.default_rng(3000 + seed)
+    return replace(
+        device,
+        frontend_request_us=float(draw.uniform(2000, 8000)),
+        frontend_token_us=float(draw.uniform(0, 1)),
+    )
+
+
 def described(case: Case, log: EngineLog) -> Configured:
     """The configuration as `calibrate --from-log` makes it."""
     return configured(log, (f"device={case.device}",))
@@ -109,24 +156,35 @@ def write_log(case: Case, seed: int, folder: Path) -> None:
     """Replay the load on the planted device, and keep what an engine would."""
     (folder / "engine.json").write_text(json.dumps(arguments(case)))
     trace = trace_of(case, seed)
-    write_requests(folder, trace, None, seed)
+    write_requests(folder, case, trace, None, seed)
     config = described(case, read_engine_log(folder)).config
     config = replace(config, model=replace(config.model, expert_skew=case.skew or config.model.expert_skew))
-    run = predictor(config, trace)(planted_device(config.device, seed))
-    write_requests(folder, trace, np.stack([run.seen_s, run.first_token_s, run.last_token_s]), seed)
+    device = planted_device(config.device, seed)
+    if case.client is not None:
+        device = with_front_end(device, seed)
+    run = predictor(config, trace)(device)
+    queued = run.seen_s if case.client is None else np.full(REQUESTS, np.nan)
+    times = np.stack([run.arrival_s, queued, run.first_token_s, run.last_token_s])
+    write_requests(folder, case, trace, times, seed)
 
 
-def write_requests(folder: Path, trace: Trace, times: "np.ndarray | None", seed: int) -> None:
-    """The CSV of requests; without times, with any, so that the settings can be read."""
+def write_requests(folder: Path, case: Case, trace: Trace, times: "np.ndarray | None", seed: int) -> None:
+    """The CSV of requests; without times, with any, so that the settings can be read.
+
+    The log of a client has no time of the queue. Its own time of an end is not later than when it sends the next.
+    """
     draw = np.random.default_rng(2000 + seed)
-    lines = ["arrival_s,queued_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    lines = ["arrival_s,queued_s,prompt_tokens,output_tokens,first_token_s,last_token_s,session"]
     for i, row in enumerate(trace.requests):
         at = row.arrival_us / 1e6
-        queued, first, last = (at, at + 1, at + 2) if times is None else times[:, i]
+        at, queued, first, last = (9.0 * i, 9.0 * i, 9 * i + 1, 9 * i + 2) if times is None else times[:, i]
         first += abs(draw.normal(0, NOISE_S))
-        last = max(last + abs(draw.normal(0, NOISE_S)), first)
-        shown = f"{max(queued, at):.6f},{row.prompt_tokens},{row.output_tokens},{first:.6f},{last:.6f}"
-        lines.append(f"{at:.6f},{shown}")
+        if case.client is None:
+            last += abs(draw.normal(0, NOISE_S))
+        last = max(last, first)
+        entered = "" if np.isnan(queued) else f"{max(queued, at):.6f}"
+        lengths = f"{row.prompt_tokens},{row.output_tokens}"
+        lines.append(f"{at:.6f},{entered},{lengths},{first:.6f},{last:.6f},{row.session or ''}")
     (folder / "requests.csv").write_text("\n".join(lines) + "\n")
 
 
@@ -136,7 +194,17 @@ def fitted(case: Case, seed: int) -> Fit:
         folder = Path(place)
         write_log(case, seed, folder)
         log = read_engine_log(folder)
+        if log.workload.header.client.kind is not (case.client or OPEN).kind:
+            say(f"WRONG: {log.client}")
+        say(f"  {log.client}")
         return fit_device(log, described(case, log).config)
+
+
+def found_front_end(fit: Fit, seed: int) -> str:
+    """What a prompt of 500 tokens takes before the queue, planted and found."""
+    true = with_front_end(fit.device, seed)
+    planted, found = (each.frontend_request_us + 500 * each.frontend_token_us for each in (true, fit.device))
+    return f"front end for 500 tokens: {planted:.0f} us planted, {found:.0f} us found"
 
 
 def shown(errors: Errors) -> str:
@@ -165,6 +233,8 @@ def main(words: Sequence[str] | None = None) -> int:
             began = time.process_time()
             fit = fitted(CASES[name], seed)
             errors.append((fit.held_out.tpot_p50, fit.held_out.ttft_p50))
+            if CASES[name].client is not None:
+                say(f"  {found_front_end(fit, seed)}")
             say(
                 f"{name:12} seed {seed}: held out {shown(fit.held_out)} (before {shown(fit.before)}; fitted part "
                 f"{shown(fit.fitted)}), {time.process_time() - began:.0f} CPU-s"

@@ -11,7 +11,7 @@ from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import NO_PAGE, GroupTables
 from engine.core.memory.grouped import GroupedManager, pages_of
-from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
+from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling, StateMode, WindowHits
 from engine.core.plan import Row, StepPlan
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -36,6 +36,8 @@ class GroupSetup:
     running: int = 5
     caching: bool = True
     hits: WindowHits = WindowHits.window
+    interval: int | None = 0
+    states: StateMode = StateMode.align
     behind_first: bool = False
     scheduling: Scheduling = Scheduling.fcfs
     whole: bool = True
@@ -43,8 +45,10 @@ class GroupSetup:
 
     def layout(self) -> GroupLayout:
         if self.pages is GroupPages.uniform:
-            return uniform_layout(self.sets, self.size)
-        return separate_layout(self.sets, self.size, state_every=self.state_every, pages=self.pages)
+            return uniform_layout(self.sets, self.size, self.states)
+        return separate_layout(
+            self.sets, self.size, state_every=self.state_every, pages=self.pages, states=self.states
+        )
 
     def manager(self) -> GroupedManager:
         layout = self.layout()
@@ -56,6 +60,7 @@ class GroupSetup:
             most_chunk=self.budget,
             prefix_caching=self.caching,
             window_hits=self.hits,
+            retention_interval=self.interval,
         )
 
     def limits(self) -> SchedulerLimits:
@@ -124,7 +129,8 @@ class GroupSlotModel(SlotModel):
         end = start + row.query_len
         for group, table in zip(self.groups, self.tables(row).groups, strict=True):
             if group.kind is GroupKind.state:
-                for place in range(start // group.block_size, (end - 1) // group.block_size + 1):
+                places = range(start // group.block_size, (end - 1) // group.block_size + 1)
+                for place in places[-1:] if group.aligned else places:
                     assert table[place] != NO_PAGE
                     upto = min(end, (place + 1) * group.block_size)
                     self.slots[table[place], 0] = self.value(row, tokens, upto - 1)

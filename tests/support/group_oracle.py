@@ -1,7 +1,8 @@
-"""Random workloads on caches with groups, beside vLLM with the same groups, and recordings of its decisions.
+"""Random workloads on caches with groups, beside vLLM with the same layers, and recordings of its decisions.
 
 `python tests/support/group_oracle.py PYTHON` makes the recordings in tests/data/oracle again, with the vLLM of the
-interpreter PYTHON. Compared are the counts that a step decides, hits included; page numbers are free.
+interpreter PYTHON. vLLM is told the layers of a model and makes the groups, and all that follows from them, itself.
+Compared are the counts that a step decides, hits included; page numbers are free.
 """
 
 import gzip
@@ -19,13 +20,14 @@ from engine.core import KeyIdentity, Request, Scheduler, SchedulerLimits, StepPl
 from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.grouped import GroupedManager
-from engine.core.options import GroupKind
+from engine.core.options import GroupKind, StateMode
 from harness.oracle.check import TokenRanges, VllmProcess, settings_of
 from harness.oracle.decisions import Step
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
-RECORDED = (8, 12, 13, 35, 126, 265)
+RECORDED = {"window": 30, "windows": 137, "no_full": 167, "states": 26, "states_and_windows": 52}
+"""The seed of the recorded workload of each family."""
 COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 StepOf = Callable[[Sequence[Any]], Step]
 
@@ -45,12 +47,15 @@ class GroupCase:
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
-        groups = [(group.window, group.block_size) for group in self.manager().layout.groups]
         settings = settings_of(self.pages, self.block_size, self.caching, self.limits, longest)
-        return {**settings, "groups": groups}
+        layers = [
+            (str(one.kind), one.layer_bytes, one.window) for one in self.sets for _ in range(one.layers)
+        ]
+        return {**settings, "layers": layers}
 
     def manager(self) -> GroupedManager:
-        layout = uniform_layout(self.sets, self.block_size)
+        states = StateMode.align if self.caching else StateMode.none
+        layout = uniform_layout(self.sets, self.block_size, states)
         return GroupedManager(
             layout,
             PoolPages(layout, (self.pages,)),
@@ -59,17 +64,39 @@ class GroupCase:
         )
 
 
-def random_case(seed: int) -> GroupCase:
-    """Full attention beside one or two kinds of windows, shared prefixes, chunks, pressure and preemptions."""
-    draw = random.Random(seed)
-    size = draw.choice([1, 4, 16, 16])
-    full, windowed = draw.choice([(1, 1), (2, 4), (3, 5), (4, 5)])
-    window = draw.choice([2, 5, 16, 33, 64])
+FAMILIES = ("window", "windows", "no_full", "states", "states_and_windows")
+
+
+def _sets(draw: random.Random, family: str) -> list[LayerSet]:
+    """Kinds of layers in the order of their first layers, which is that of the groups."""
     narrow = draw.choice([1, 1, 2])  # tokens of windowed layers may be half as large: blocks of twice as many
-    sets = [
-        LayerSet(GroupKind.full, full, 8),
-        LayerSet(GroupKind.window, windowed, 8 // narrow, window),
-    ]
+    spans = draw.sample([2, 5, 16, 33, 64, 100], 3)
+    if family == "window":
+        full, windowed = draw.choice([(1, 1), (2, 4), (3, 5), (4, 5)])
+        sets = [
+            LayerSet(GroupKind.window, windowed, 16 // narrow, spans[0]),
+            LayerSet(GroupKind.full, full, 16),
+        ]
+    elif family == "windows":
+        sets = [
+            LayerSet(GroupKind.window, draw.choice([2, 4]), 16, span) for span in spans[: draw.choice([2, 3])]
+        ]
+        sets.append(LayerSet(GroupKind.full, 2, 16))
+    elif family == "no_full":
+        sets = [LayerSet(GroupKind.window, 2, 16, span) for span in spans[: draw.choice([1, 2, 3])]]
+    else:
+        state = LayerSet(GroupKind.state, draw.choice([1, 3, 6]), draw.choice([64, 256, 1000, 2000]))
+        sets = [state, LayerSet(GroupKind.full, draw.choice([1, 2]), 16)]
+        if family == "states_and_windows":
+            sets.insert(draw.choice([0, 1, 2]), LayerSet(GroupKind.window, draw.choice([1, 2]), 16, spans[0]))
+    return draw.sample(sets, len(sets))
+
+
+def random_case(seed: int, family: str | None = None) -> GroupCase:
+    """Layers of one or more kinds, shared prefixes, chunks, pressure and preemptions."""
+    draw = random.Random(seed)
+    size = draw.choice([16, 16, 32])
+    sets = _sets(draw, draw.choice(FAMILIES) if family is None else family)
     limits = SchedulerLimits(
         max_batched_tokens=draw.choice([16, 64, 256]),
         max_running=draw.choice([2, 4, 16]),
@@ -155,32 +182,57 @@ def _decisions(scheduler: Scheduler, plan: StepPlan, ends: dict[int, int], free:
     )
 
 
-def _path(seed: int) -> Path:
-    return RECORDINGS / f"vllm-0.33.0-groups-seed{seed}.jsonl.gz"
+def _path(family: str) -> Path:
+    return RECORDINGS / f"vllm-0.33.0-{family}-seed{RECORDED[family]}.jsonl.gz"
 
 
-def recording(seed: int) -> StepOf:
+def recorded_case(family: str) -> GroupCase:
+    """The workload that was recorded."""
+    return random_case(RECORDED[family], family)
+
+
+def recording(family: str) -> StepOf:
     """What vLLM decided on a case, step by step; raises ValueError if it was made of another case."""
-    head, *steps = (json.loads(line) for line in gzip.decompress(_path(seed).read_bytes()).splitlines())
-    if head["settings"] != json.loads(json.dumps(random_case(seed).settings)):
-        raise ValueError(f"the recording of seed {seed} is one of another workload: make it again")
+    head, *steps = (json.loads(line) for line in gzip.decompress(_path(family).read_bytes()).splitlines())
+    if head["settings"] != json.loads(json.dumps(recorded_case(family).settings)):
+        raise ValueError(f"the recording of {family} is one of another workload: make it again")
     left = iter(steps)
     return lambda arrived: Step.of(next(left))
 
 
-def record(seed: int, vllm: VllmProcess) -> Counter[str]:
+def begin(case: GroupCase, vllm: VllmProcess) -> Any:
+    """Start vLLM with a case's model; AssertionError where it makes other groups of its layers. Returns its answer."""
+    asked = vllm.ask({"settings": case.settings})
+    theirs = [
+        (_KINDS[one["kind"]], one["layers"], one["block_size"], one["window"]) for one in asked["groups"]
+    ]
+    ours = [(one.kind, one.layers, one.block_size, one.window) for one in case.manager().layout.groups]
+    if not case.caching:  # their one block of a state is as long as the longest sequence
+        theirs, ours = ([one for one in side if one[0] is not GroupKind.state] for side in (theirs, ours))
+    assert ours == theirs
+    return asked
+
+
+_KINDS = {
+    "FullAttentionSpec": GroupKind.full,
+    "SlidingWindowSpec": GroupKind.window,
+    "MambaSpec": GroupKind.state,
+}
+
+
+def record(family: str, vllm: VllmProcess) -> Counter[str]:
     """Write the recording of a case, after it was compared."""
-    case, steps = random_case(seed), list[Step]()
-    version = vllm.begin(case.settings)
+    case, steps = recorded_case(family), list[Step]()
+    version = begin(case, vllm)["vllm"]
 
     def noted(arrived: Sequence[Any]) -> Step:
         steps.append(vllm.step(arrived))
         return steps[-1]
 
     counts = compare(case, noted)
-    lines = chain([{"vllm": version, "seed": seed, "settings": case.settings}], map(asdict, steps))
+    lines = chain([{"vllm": version, "settings": case.settings}], map(asdict, steps))
     text = "\n".join(json.dumps(line, separators=(",", ":")) for line in lines)
-    _path(seed).write_bytes(gzip.compress(text.encode(), mtime=0))
+    _path(family).write_bytes(gzip.compress(text.encode(), mtime=0))
     return counts
 
 

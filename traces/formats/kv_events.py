@@ -157,9 +157,8 @@ def _event(value: object, place: str) -> KvEvent:
     if not isinstance(tokens, list) or len(tokens) not in (0, size * len(hashes)):
         raise RowError(f"{place}.token_ids", f"{size * len(hashes)} token ids expected, found {kind(tokens)}")
     if parent is not None and not isinstance(parent, bytes | int):
-        raise RowError(
-            f"{place}.parent_block_hash", f"bytes, a number or nothing expected, found {kind(parent)}"
-        )
+        reason = f"bytes, a number or nothing expected, found {kind(parent)}"
+        raise RowError(f"{place}.parent_block_hash", reason)
     lora, extra = fields.get("lora_name"), fields.get("extra_keys")
     return BlockStored(hashes, parent, tokens, size, lora, extra, medium, group)
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 from abc import abstractmethod
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -19,7 +19,19 @@ from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode
 from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
 from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow, note
-from traces.trace import AFTER, AT, CHAINED, CONTENT, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import (
+    AFTER,
+    AT,
+    CHAINED,
+    CONTENT,
+    OPEN,
+    Client,
+    ClientKind,
+    Segment,
+    Trace,
+    TraceHeader,
+    TraceRequest,
+)
 
 VERSION = 2
 _UNCOUNTED = 1  # the version before, whose header does not say how many requests follow
@@ -48,6 +60,10 @@ def header_record(trace: Trace) -> dict[str, Any]:
     header = trace.header
     plain = {field.name: getattr(header, field.name) for field in fields(header)}
     plain |= {name: dict(plain[name]) for name in ("dropped", "noted", "calibration")}
+    if header.client == OPEN:  # so that a file is the same as before there were others
+        del plain["client"]
+    else:
+        plain["client"] = asdict(header.client)
     stamp = {"pagetwin_trace": VERSION, _REQUESTS: len(trace.requests)}
     return {**stamp, **plain, "changes": list(header.changes)}
 
@@ -96,7 +112,23 @@ def _header(values: dict[str, Any]) -> TraceHeader:
         name: value if isinstance(value, (str, int)) else float(value)
         for name, value in values.get("calibration", {}).items()
     }
-    return TraceHeader(**{**values, "changes": tuple(changes), "calibration": calibration})
+    client = _client(values.get("client", {}))
+    return TraceHeader(**{**values, "changes": tuple(changes), "calibration": calibration, "client": client})
+
+
+def _client(record: Any) -> Client:
+    if not isinstance(record, dict) or record.keys() - {field.name for field in fields(Client)}:
+        raise RowError("client", "object of kind, max_in_flight and pause_us expected")
+    found = record.get("kind", ClientKind.open)
+    if found not in list(ClientKind):
+        raise RowError("client.kind", f"one of {', '.join(ClientKind)} expected, found {kind(found)}")
+    most = record.get("max_in_flight")
+    if most is not None:
+        _check_integer(most, "client.max_in_flight", 1, MAX_INTEGER)
+    elif found in (ClientKind.capped, ClientKind.closed):
+        raise RowError("client.max_in_flight", f"a {found} client has one")
+    _check_integer(record.get("pause_us", 0), "client.pause_us", 0, MAX_INTEGER)
+    return Client(ClientKind(found), most, record.get("pause_us", 0))
 
 
 def make_request(record: dict[str, Any]) -> TraceRequest:

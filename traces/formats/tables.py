@@ -69,9 +69,8 @@ class AzureSource(TableSource):
         """Find the three columns by name. The multimodal form of 2025 is refused."""
         super().read_header(text)
         if "NumImages" in self.columns.extra:
-            raise RowError(
-                "NumImages", "not a text trace (column NumImages): remove the column to replay its text"
-            )
+            reason = "not a text trace (column NumImages): remove the column to replay its text"
+            raise RowError("NumImages", reason)
 
     def read_row(self, text: str, line: int) -> TraceRow:
         """Time in nanoseconds since year 1, in UTC if the file has time zones."""
@@ -166,9 +165,8 @@ class BurstGptSource(TableSource):
         if total != prompt + output:
             raise RowError("Total tokens", f"{total} is not {prompt} + {output}")
         if log_type not in _LOG_TYPES:
-            raise RowError(
-                "Log Type", f'"{_LOG_TYPES[0]}" or "{_LOG_TYPES[1]}" expected, found "{log_type[:40]}"'
-            )
+            reason = f'"{_LOG_TYPES[0]}" or "{_LOG_TYPES[1]}" expected, found "{log_type[:40]}"'
+            raise RowError("Log Type", reason)
         if model not in _MODELS:
             note(self.noted, "model not named in the documents")
         self._has_fraction |= "." in stamp
@@ -319,9 +317,8 @@ class SimpleSource(TableSource):
     def _key(self, name: str) -> int:
         key = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
         if self._names.setdefault(key, name) != name:
-            raise RowError(
-                "prefix", f'"{name[:40]}" has the key of "{self._names[key][:40]}": rename one of them'
-            )
+            reason = f'"{name[:40]}" has the key of "{self._names[key][:40]}": rename one of them'
+            raise RowError("prefix", reason)
         return key
 
 

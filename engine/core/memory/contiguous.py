@@ -177,6 +177,12 @@ class NeverSwaps:
         """Two empty lists."""
         return [], []
 
+    def chunk_end(
+        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
+    ) -> int:
+        """As far as it may go."""
+        return end
+
 
 class ContiguousManager(NeverSwaps):
     """The KV cache manager with contiguous memory. See `KVCacheManager` for the methods.

@@ -1,5 +1,7 @@
 """The eviction order: which cached free block is taken first. The default is least recently used.
 
+`CheckpointRule` says which blocks of windows and states are cached at all.
+
 `KeepQueue` knows whose blocks are cached: sessions with a time to live, pins, priorities, dead turns. Its rules put
 blocks into ranks; the lowest rank is evicted first, within a rank the least recently released table, and within a
 table the last block.
@@ -10,8 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from engine.core.errors import OutOfBlocksError
-from engine.core.options import Keep
+from engine.core.errors import CoreError, OutOfBlocksError
+from engine.core.memory.group_layout import KVGroup
+from engine.core.options import GroupKind, Keep
 from engine.core.request import Request
 
 
@@ -234,3 +237,44 @@ class KeepQueue:
     def blocks(self) -> list[int]:
         """All blocks in order of eviction, as if no time passed."""
         return [block for rank in sorted(self._ranks) for block in self._ranks[rank]]
+
+
+class CheckpointRule:
+    """Which blocks of windows and states enter the prefix cache: the retention rule of vLLM 0.33.
+
+    Kept are the blocks that a hit at a checkpoint needs: of a window's layers those before its end alone, of a state's
+    the last one. A checkpoint is a position at which a later prompt may resume: one token before the prompt's end,
+    where a request found that other layers know more of its prefix (a shared junction, so it is kept after the second
+    request missed there), and, if asked, every so many tokens.
+
+    `interval` in tokens: 0 keeps the checkpoints of a request alone, None one at every match unit.
+
+    `unit` is the match unit in tokens, of which a positive interval must be a multiple: else CoreError. Source:
+    `reachable_block_mask` of `SlidingWindowManager` and `MambaManager`, and `replay_boundaries`, in vllm/v1/core.
+    """
+
+    def __init__(self, interval: int | None, unit: int) -> None:
+        if interval is not None and (interval < 0 or interval % unit):
+            raise CoreError(f"retention interval {interval}: must be 0 or a multiple of {unit} tokens")
+        self._interval, self._unit = interval, unit
+
+    def kept(
+        self, group: KVGroup, needed: int | None, first: int, end: int, checkpoints: Sequence[int]
+    ) -> Sequence[int]:
+        """The blocks of `group` to keep, of those from `first` to before `end`, in order.
+
+        `needed`: how many blocks before its end a hit needs; None: all, so all are kept. `checkpoints` in tokens.
+        """
+        dense = self._interval is None
+        if needed is None or (dense and group.kind is GroupKind.state):
+            return range(first, end)
+        kept: set[int] = set()
+        segment = (self._unit if self._interval is None else self._interval) // group.block_size
+        if segment:
+            if needed >= segment:
+                return range(first, end)
+            kept.update(block for block in range(first, end) if block % segment >= segment - needed)
+        for tokens in () if dense else checkpoints:
+            behind = tokens // self._unit * self._unit // group.block_size
+            kept.update(range(max(first, behind - needed), min(end, behind)))
+        return sorted(kept)

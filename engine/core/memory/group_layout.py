@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from math import gcd, lcm
 
 from engine.core.errors import CoreError
-from engine.core.options import GroupKind, GroupPages, WindowHits
+from engine.core.options import GroupKind, GroupPages, StateMode, WindowHits
 
+_ENDLESS = 1 << 30  # tokens of a block that never ends: one state serves a whole sequence
 _STATE_KEEPS = 2  # a state stands for all tokens before it: like a window that sees the token before alone
-_ALIGNED_TOKENS = 16  # attention blocks beside a state have a multiple of so many tokens, as in vLLM
+_ALIGNED_TOKENS = (
+    16  # attention blocks beside a state are multiples of a block that has at least so many tokens
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,7 @@ class KVGroup:
     A block is stored in one page of `page_bytes`, the sum over `layers` real layers and the empty places of
     `padding_layers`. Of a page, `unit_bytes` hold one token of the real layers; of a state, the whole state. `padding`
     is what the block leaves free because pages have one size, `imbalance` the empty places of the padding layers.
+    `states` says which states are kept; with `none` there is a single block, which has no end.
     """
 
     kind: GroupKind
@@ -56,6 +60,12 @@ class KVGroup:
     layer_bytes: int
     page_bytes: int
     window: int | None = None
+    states: StateMode = StateMode.align
+
+    @property
+    def aligned(self) -> bool:
+        """Whether a row takes a page for its last block alone, and those of a prompt end at the end of a block."""
+        return self.kind is GroupKind.state and self.states is StateMode.align
 
     @property
     def keeps(self) -> int | None:
@@ -99,7 +109,15 @@ class KVGroup:
         """
         if self.keeps is None:
             return self.blocks(tokens)
+        if self.aligned:  # the state that a row begins with, and the one that it ends with
+            return min(self.blocks(tokens), 2)
         return min(self.blocks(tokens), self.blocks(self.keeps - 1 + chunk) + 1)
+
+    def keeps_as(self, other: "KVGroup") -> bool:
+        """Whether the layers of both keep the same of a sequence, in blocks of one size."""
+        return (self.kind, self.window, self.block_size, self.layer_bytes) == (
+            *(other.kind, other.window, other.block_size, other.layer_bytes),
+        )
 
     def hit_blocks(self, rule: WindowHits) -> int | None:
         """Blocks that a prefix hit needs before its end; None: all of them."""
@@ -122,7 +140,7 @@ class GroupLayout:
     @property
     def match_unit(self) -> int:
         """Tokens."""
-        return lcm(*(group.block_size for group in self.groups))
+        return lcm(*(group.block_size for group in self.groups if group.block_size < _ENDLESS))
 
     @property
     def slot_bytes(self) -> int:
@@ -166,7 +184,9 @@ def unseen_share(sets: Sequence[LayerSet], tokens: int) -> float:
     return 1 - seen / whole if whole else 0.0
 
 
-def uniform_layout(sets: Sequence[LayerSet], block_size: int) -> GroupLayout:
+def uniform_layout(
+    sets: Sequence[LayerSet], block_size: int, states: StateMode = StateMode.align
+) -> GroupLayout:
     """One page size, as vLLM's unification; `block_size` in tokens.
 
     Pages of a layer get one size: smaller ones hold more tokens where that divides, else they are padded. Beside a
@@ -180,18 +200,18 @@ def uniform_layout(sets: Sequence[LayerSet], block_size: int) -> GroupLayout:
         CoreError: a latent page cannot be padded to another size, or there are states alone.
     """
     _check_sets(sets, block_size)
-    states = [each for each in sets if each.kind is GroupKind.state]
+    recurrent = [each for each in sets if each.kind is GroupKind.state]
     tokens = [each for each in sets if each.kind is not GroupKind.state]
     if not tokens:
         raise CoreError(
             "the layers keep states alone: there is no token page that could set the size of a page"
         )
     size = block_size
-    if states:
-        state_bytes = max(each.layer_bytes for each in states)
+    if recurrent:
+        state_bytes = max(each.layer_bytes for each in recurrent)
         token_bytes = max(each.layer_bytes for each in tokens)
-        needed = -(-state_bytes // (_ALIGNED_TOKENS * token_bytes)) * _ALIGNED_TOKENS
-        size = max(block_size, needed)
+        aligned = max(_ALIGNED_TOKENS, block_size)
+        size = -(-state_bytes // (aligned * token_bytes)) * aligned
     page = size * max(each.layer_bytes for each in tokens)
     counts = [each.layers for each in sets]
     group_layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
@@ -205,13 +225,18 @@ def uniform_layout(sets: Sequence[LayerSet], block_size: int) -> GroupLayout:
                     each.kind,
                     layers,
                     group_layers - layers,
-                    _block_size(each, size, page),
+                    _ENDLESS if _has_one(each, states) else _block_size(each, size, page),
                     each.layer_bytes,
                     page * group_layers,
                     each.window,
+                    states,
                 )
             )
     return GroupLayout(GroupPages.uniform, tuple(groups))
+
+
+def _has_one(layers: LayerSet, states: StateMode) -> bool:
+    return layers.kind is GroupKind.state and states is StateMode.none
 
 
 def _block_size(layers: LayerSet, size: int, page: int) -> int:
@@ -235,10 +260,11 @@ def separate_layout(
     *,
     state_every: int | None = None,
     pages: GroupPages = GroupPages.separate,
+    states: StateMode = StateMode.align,
 ) -> GroupLayout:
     """One group for each set, with pages of its own size. `state_every`: tokens between two states that are kept.
 
-    None keeps a state at the end of each block. `pages` says how these share the memory.
+    None keeps them at the ends of blocks. `pages` says how these share the memory.
     """
     _check_sets(sets, block_size)
     groups = []
@@ -246,7 +272,8 @@ def separate_layout(
         state = each.kind is GroupKind.state
         size = (state_every or block_size) if state else block_size
         page = each.layers * each.layer_bytes * (1 if state else size)
-        groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window))
+        size = _ENDLESS if _has_one(each, states) else size
+        groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window, states))
     return GroupLayout(pages, tuple(groups))
 
 

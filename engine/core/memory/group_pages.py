@@ -270,13 +270,21 @@ class GroupTables(Sequence[int]):
 
     Entry i of a group's table is the page of tokens i x block_size and following, or NO_PAGE. `held` is the first
     entry of each table that may be a page, `hits` and `cached` say how many leading blocks came from the prefix cache
-    and how many are in it. Below `due` computed tokens the next token needs no page and leaves none behind.
+    and of how many it is settled whether they are in it. Below `due` computed tokens the next token needs no page and
+    leaves none behind. `checkpoints` are positions in tokens where a later prompt may resume.
     """
 
-    __slots__ = ("cached", "due", "groups", "held", "hits", "keys")
+    __slots__ = ("cached", "checkpoints", "due", "groups", "held", "hits", "keys")
 
-    def __init__(self, groups: list[list[int]], hits: list[int], keys: "GroupKeys | None") -> None:
+    def __init__(
+        self,
+        groups: list[list[int]],
+        hits: list[int],
+        keys: "GroupKeys | None",
+        checkpoints: Sequence[int] = (),
+    ) -> None:
         self.groups = groups
+        self.checkpoints = checkpoints
         self.held = [0] * len(groups)
         self.due = 0
         self.hits, self.cached = hits, list(hits)
@@ -296,7 +304,7 @@ class GroupTables(Sequence[int]):
 
     def pages(self, group: int) -> list[int]:
         """The pages that a group holds, in order."""
-        return self.groups[group][self.held[group] :]
+        return [page for page in self.groups[group][self.held[group] :] if page]
 
 
 class GroupKeys(Sequence[BlockHash]):
@@ -330,11 +338,12 @@ class GroupKeys(Sequence[BlockHash]):
 class PrefixHit(Sequence[int]):
     """A hit of whole match units: `pages` has for each group the leading blocks that it needs, the others NO_PAGE.
 
-    As a sequence it has one entry for each match unit, their numbers.
+    As a sequence it has one entry for each match unit, their numbers. `junction`: where a longer hit of the first
+    groups ends, in tokens; 0: there is none.
     """
 
-    def __init__(self, units: int, pages: Sequence[list[int]]) -> None:
-        self.units, self.pages = units, pages
+    def __init__(self, units: int, pages: Sequence[list[int]], junction: int = 0) -> None:
+        self.units, self.pages, self.junction = units, pages, junction
 
     def __len__(self) -> int:
         return self.units
@@ -348,7 +357,8 @@ def check_table(sequence: SequenceState, tables: GroupTables, index: int, group:
     table, held, computed = tables.groups[index], tables.held[index], sequence.computed
     if len(table) != group.blocks(computed):
         raise InvariantError(f"{sequence}, group {index}: {len(table)} blocks for {computed} tokens")
-    if any(table[:held]) or not all(table[held:]):
+    gaps = table[held:].count(NO_PAGE) if not group.aligned else int(bool(table) and not table[-1])
+    if any(table[:held]) or gaps:
         raise InvariantError(f"{sequence}, group {index}: the pages do not begin at block {held}: {table}")
     if held > group.skipped(computed):
         raise InvariantError(

@@ -12,12 +12,14 @@ from math import gcd
 
 from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.contiguous import NeverSwaps
+from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_memory import MemoryPages
 from engine.core.memory.group_pages import (
     NO_PAGE,
     GroupCounters,
+    GroupKey,
     GroupKeys,
     GroupTables,
     GroupUsage,
@@ -50,7 +52,8 @@ class GroupedManager(NeverSwaps):
     """The KV cache manager with groups. See `KVCacheManager` for the methods.
 
     `block_size` is the match unit, `num_blocks` the pages of all pools. `most_chunk` is the largest chunk of a prompt,
-    in tokens: with it a window's sequence is known to hold no more than its window and a chunk. Requests have one
+    in tokens: with it a window's sequence is known to hold no more than its window and a chunk. `retention_interval`:
+    what of windows and states stays in the prefix cache, see `CheckpointRule`. Requests have one
     sequence, without drafts; others are refused. Nothing is fast-forwarded: a decode step can release a block behind a
     window, and then a request that waits may fit.
     """
@@ -63,6 +66,7 @@ class GroupedManager(NeverSwaps):
         most_chunk: int,
         prefix_caching: bool = True,
         window_hits: WindowHits = WindowHits.window,
+        retention_interval: int | None = 0,
     ) -> None:
         if most_chunk < 1:
             raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")
@@ -72,11 +76,17 @@ class GroupedManager(NeverSwaps):
         self.growth: int | None = _due_every(layout.groups)
         self.prefix_caching = prefix_caching
         self._most_chunk = most_chunk
-        self._window_hits = window_hits
+        self._needed = [group.hit_blocks(window_hits) for group in layout.groups]
+        self._checkpoints = CheckpointRule(retention_interval, layout.match_unit)
+        whole = [index for index, needed in enumerate(self._needed) if needed is None]
+        self._order = whole, [index for index in range(len(layout.groups)) if index not in whole]
+        first = layout.groups[(whole or self._order[1])[0]]
+        self._first = [index for index, group in enumerate(layout.groups) if group.keeps_as(first)]
         self._tables: dict[SequenceState, GroupTables] = {}
         self._numbers = count(1)
+        self._aligned_tokens = next((g.block_size for g in layout.groups if g.aligned and prefix_caching), 0)
         self._states = [i for i, group in enumerate(layout.groups) if group.kind is GroupKind.state]
-        self._fresh_states: set[int] = set()  # pages of states that the step being scheduled writes
+        self._fresh_states: set[GroupKey] = set()  # of states that the step being scheduled writes
         self.counters = GroupCounters(layout)
 
     # -- admission -----------------------------------------------------------------------------------------
@@ -101,25 +111,35 @@ class GroupedManager(NeverSwaps):
         keys = group.block_hashes
         if not isinstance(keys, GroupKeys):
             keys = group.block_hashes = GroupKeys(identity, self.layout.groups, next(self._numbers))
-        tokens = self._hit_tokens(keys, (group.root_target - 1) // self.block_size * self.block_size)
-        return PrefixHit(tokens // self.block_size, self._hit_pages(keys, tokens))
+        asked = (group.root_target - 1) // self.block_size * self.block_size
+        tokens, longest = self._hit_tokens(keys, asked)
+        junction = longest if longest > tokens else 0
+        return PrefixHit(tokens // self.block_size, self._hit_pages(keys, tokens), junction)
 
-    def _hit_tokens(self, keys: GroupKeys, asked: int) -> int:
-        """The longest hit of at most `asked` tokens: each group in turn shortens it, until none does."""
-        tokens = asked
-        needed = [group.hit_blocks(self._window_hits) for group in self.layout.groups]
-        for index in (i for i, blocks in enumerate(needed) if blocks is None):
+    def _hit_tokens(self, keys: GroupKeys, asked: int) -> tuple[int, int]:
+        """The longest hit of at most `asked` tokens, and the longest of the groups that are looked up first.
+
+        Each group in turn shortens it, until none does. First are those that keep the same as the first of those that
+        keep all, else of the windows.
+        """
+        tokens = longest = asked
+        whole, windows = self._order
+        for index in whole:
             size = self.layout.groups[index].block_size
-            found = self._leading(keys, index, tokens // size) * size
-            tokens = found // self.block_size * self.block_size
-        windows = [(index, blocks) for index, blocks in enumerate(needed) if blocks is not None]
-        settled = False
-        while tokens and not settled:
-            settled = True
-            for index, blocks in windows:
-                shorter = self._last_run(keys, index, tokens, blocks)
-                if shorter < tokens:
-                    tokens, settled = shorter, False
+            tokens = self._leading(keys, index, tokens // size) * size // self.block_size * self.block_size
+            if index in self._first:
+                longest = tokens
+        if not whole:
+            tokens = longest = self._settled(keys, tokens, self._first)
+        return self._settled(keys, tokens, windows), longest
+
+    def _settled(self, keys: GroupKeys, tokens: int, windows: Sequence[int]) -> int:
+        """The longest hit, at most `tokens`, for which each of `windows` has what it needs."""
+        before = 0
+        while tokens != before:
+            before = tokens
+            for index in windows:
+                tokens = self._last_run(keys, index, tokens, self._needed[index] or 0)
         return tokens
 
     def _leading(self, keys: GroupKeys, index: int, blocks: int) -> int:
@@ -166,16 +186,20 @@ class GroupedManager(NeverSwaps):
         with its state.
         """
         hit = self._hit_of(hits)
-        if self._fresh_states and any(
-            hit.pages[index][-1:] and hit.pages[index][-1] in self._fresh_states for index in self._states
-        ):
-            return False
+        if self._fresh_states and isinstance(group.block_hashes, GroupKeys):
+            ends = ((index, len(hit.pages[index])) for index in self._states if hit.pages[index])
+            if any(group.block_hashes.upto(index, end)[end - 1] in self._fresh_states for index, end in ends):
+                return False
         whole = group.root_target if tokens is None else min(tokens, group.root_target)
         start = len(hits) * self.block_size
         lasting: list[int] = []
         at_once: list[int] = []
         end = min(whole, start + self._most_chunk if chunk_end is None else chunk_end)
         for each in self.layout.groups:
+            if each.aligned:  # the state that the first chunk ends with
+                lasting.append(1)
+                at_once.append(1)
+                continue
             had = start // each.block_size
             lasting.append(max(0, each.most_blocks(whole, self._most_chunk) - had))
             at_once.append(max(0, each.blocks(end) - had))
@@ -193,7 +217,8 @@ class GroupedManager(NeverSwaps):
         (root,) = group.sequences
         hit = self._hit_of(hits)
         keys = group.block_hashes if isinstance(group.block_hashes, GroupKeys) else None
-        tables = GroupTables([list(pages) for pages in hit.pages], list(map(len, hit.pages)), keys)
+        resumes = group.request.prompt_tokens - 1, hit.junction
+        tables = GroupTables([list(pages) for pages in hit.pages], list(map(len, hit.pages)), keys, resumes)
         for index, pages in enumerate(hit.pages):
             held = next((place for place, page in enumerate(pages) if page), len(pages))
             tables.held[index] = held
@@ -220,10 +245,12 @@ class GroupedManager(NeverSwaps):
 
     def _lacking(self, tables: GroupTables, end: int) -> list[int]:
         """Pages that each group lacks for tokens up to `end`."""
-        return [
+        lacking = (
             max(0, group.blocks(end) - len(table))
             for group, table in zip(self.layout.groups, tables.groups, strict=True)
-        ]
+        )
+        groups = zip(lacking, self.layout.groups, strict=True)
+        return [min(1, blocks) if group.aligned else blocks for blocks, group in groups]
 
     def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
         """Whether the pages that the rows need are free. Releases what the windows of the sequence have left."""
@@ -243,10 +270,7 @@ class GroupedManager(NeverSwaps):
         tables = self._of(sequence)
         taken = self._grow(sequence, tables, end)
         self.counters.wrote(query_len)
-        before = [tables.cached[index] for index in self._states]
-        self._cache_full(tables, min(end, sequence.request.prompt_tokens))
-        for index, first in zip(self._states, before, strict=True):
-            self._fresh_states.update(tables.groups[index][first : tables.cached[index]])
+        self._fresh_states.update(self._cache_full(tables, min(end, sequence.request.prompt_tokens)))
         return taken
 
     def _grow(self, sequence: SequenceState, tables: GroupTables, end: int) -> int:
@@ -255,7 +279,9 @@ class GroupedManager(NeverSwaps):
         needs = self._lacking(tables, end)
         for index, pages in enumerate(self.pages.take(needs, request.request_id) if any(needs) else ()):
             if pages:
-                table = tables.groups[index]
+                table, group = tables.groups[index], self.layout.groups[index]
+                if group.aligned:
+                    table += [NO_PAGE] * (group.blocks(end) - 1 - len(table))
                 table += pages
                 self.counters.took(index, len(pages), table[-1], len(table), request.final_kv_tokens)
         tables.due = min(map(self._next_change, self.layout.groups, tables.groups, tables.held))
@@ -266,6 +292,36 @@ class GroupedManager(NeverSwaps):
         """How many computed tokens fill the table of a group, or let its window leave the next block."""
         full = len(table) * group.block_size
         return full if group.keeps is None else min(full, (held + 1) * group.block_size + group.keeps - 1)
+
+    def chunk_end(
+        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
+    ) -> int:
+        """See `KVCacheManager.chunk_end`. Source: `Scheduler._mamba_block_aligned_split` in vllm/v1/core/sched.
+
+        A chunk ends where a state can be kept: at the end of a block, at the last one before the prompt's end, and at
+        the junction. A block longer than the largest chunk is computed in several.
+        """
+        size = self._aligned_tokens
+        request = group.request
+        known = group.root_target
+        last = max(request.prompt_tokens, known - 1)
+        if not size or start >= last:
+            return end
+        if end < last:
+            aligned = end // size * size
+            if aligned > start or size <= most:
+                end = aligned
+        junction = 0
+        if isinstance(hits, PrefixHit):
+            junction = hits.junction
+        elif hits is None:
+            junction = self._of(group.sequences[0]).checkpoints[1]
+        stops = [(known - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        return max(start, min([stop for stop in stops if start < stop < end], default=end))
 
     def _release_behind(self, sequence: SequenceState, tables: GroupTables) -> None:
         """Release the blocks that the next token does not see; full ones stay in the prefix cache."""
@@ -283,8 +339,9 @@ class GroupedManager(NeverSwaps):
         table, hits = tables.groups[index], tables.hits[index]
         found = min(max(held, hits), skipped)  # blocks before it were hits: they have been of use
         for first, last, behind in ((found, skipped, True), (held, found, False)):  # the last block first
-            gone = self.pages.release(index, table[first:last], behind=behind)
-            self.counters.dropped(index, last - first, gone, self.layout.groups[index].units * len(gone))
+            pages = [page for page in table[first:last] if page]
+            gone = self.pages.release(index, pages, behind=behind)
+            self.counters.dropped(index, len(pages), gone, self.layout.groups[index].units * len(gone))
         table[held:skipped] = [NO_PAGE] * (skipped - held)
         tables.held[index] = skipped
 
@@ -312,22 +369,32 @@ class GroupedManager(NeverSwaps):
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 
-    def _cache_full(self, tables: GroupTables, tokens: int) -> None:
+    def _cache_full(self, tables: GroupTables, tokens: int) -> list[GroupKey]:
         """Enter the blocks of the first `tokens` tokens that lie in whole match units into the prefix cache.
+
+        Returns the keys of the states among them.
 
         No hit ends inside a unit, so blocks behind the last whole one are worth nothing (vLLM: `_align_cacheable`).
         """
         whole = tokens // self.block_size * self.block_size
+        states: list[GroupKey] = []
         for index, group in enumerate(self.layout.groups):
-            self._cache_group(tables, index, whole // group.block_size)
+            entered = self._cache_group(tables, index, whole // group.block_size)
+            if group.kind is GroupKind.state:
+                states += entered
+        return states
 
-    def _cache_group(self, tables: GroupTables, index: int, blocks: int) -> None:
+    def _cache_group(self, tables: GroupTables, index: int, blocks: int) -> list[GroupKey]:
         first, keys = tables.cached[index], tables.keys
         if keys is None or blocks <= first:
-            return
-        first = max(first, tables.held[index])
-        self.pages.cache(index, tables.groups[index][first:blocks], keys.upto(index, blocks)[first:blocks])
+            return []
+        first, group, table = max(first, tables.held[index]), self.layout.groups[index], tables.groups[index]
+        kept = self._checkpoints.kept(group, self._needed[index], first, blocks, tables.checkpoints)
+        known, kept = keys.upto(index, blocks), [block for block in kept if table[block]]
+        entered = [known[block] for block in kept]
+        self.pages.cache(index, [table[block] for block in kept], entered)
         tables.cached[index] = blocks
+        return entered
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; raises CoreError, with nothing changed, while a page is in use."""
@@ -481,7 +548,7 @@ class GroupedManager(NeverSwaps):
                 entries.update(pages)
                 for place, page in enumerate(pages, tables.held[index]):
                     here = min(group.block_size, sequence.computed - place * group.block_size)
-                    units = 1 if group.kind is GroupKind.state else here
+                    units = 1 if group.kind is GroupKind.state else here  # of states the places do not count
                     filled[index][page] = max(filled[index].get(page, 0), units)
         self.pages.check(entries)
         self.counters.check(entries.total(), [sum(found.values()) for found in filled])

@@ -109,6 +109,15 @@ class KVCacheManager(Protocol):
         `chunk_end` is where its first chunk would end, for managers whose chunks can need more at once than lastingly.
         """
 
+    def chunk_end(
+        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
+    ) -> int:
+        """Where the row of a prompt ends that begins at token `start` and may go to `end`, at most `end`.
+
+        No row at all where it is `start`. `most` is the largest chunk; `hits` are those of a group that is not admitted
+        yet. Most managers take the row as it is.
+        """
+
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open a block table for the group's first sequence, which starts with the cached blocks `hits`."""
 

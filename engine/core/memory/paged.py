@@ -351,6 +351,12 @@ class PagedManager:
         stale, self.tables.stale = self.tables.stale, []
         return stale
 
+    def chunk_end(
+        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
+    ) -> int:
+        """As far as it may go."""
+        return end
+
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, (host, device) blocks to bring back."""
         swapper = self.swapper

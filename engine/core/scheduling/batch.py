@@ -257,12 +257,15 @@ def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRo
 class RowScheduler:
     """Makes the rows of groups that are not steady, and allocates the memory that the rows write to."""
 
-    def __init__(self, manager: KVCacheManager) -> None:
+    def __init__(self, manager: KVCacheManager, most_chunk: int) -> None:
         self._manager = manager
+        self._most_chunk = most_chunk
 
     def rows(self, group: Group, budget: int, prefill_cap: int | None) -> list[ScheduledRow]:
         """The group's rows with `budget` tokens left. It forks the draft child if the request asks for one."""
         rows = rows_of(group, budget, prefill_cap)
+        if len(rows) == 1 and not rows[0].drafts:
+            rows = self._cut(group, rows[0])
         group.drafted = rows[0].drafts if rows else 0
         speculation = group.request.speculation
         if group.drafted and speculation and speculation.mode is SpeculationMode.fork:
@@ -271,6 +274,14 @@ class RowScheduler:
             self._manager.fork(root, [group.draft])
             rows = [rows[0]._replace(sequence=group.draft)]
         return rows
+
+    def _cut(self, group: Group, row: ScheduledRow) -> list[ScheduledRow]:
+        """The row up to where the manager lets a chunk end; none where that is its begin."""
+        start = row.sequence.computed
+        query = self._manager.chunk_end(group, start, start + row.query_len, self._most_chunk) - start
+        if query == row.query_len:
+            return [row]
+        return [row._replace(query_len=query, samples=False)] if query else []
 
     def extend(self, group: Group, step: StepBuilder) -> None:
         """Allocate memory for the group's rows and add them to the step. `can_extend` must have been true."""

@@ -57,7 +57,7 @@ class Scheduler:
         self._step = 0
         self._submitted = 0
         self._open: int | None = None  # the step that is scheduled and not yet committed
-        self._rows = RowScheduler(manager)
+        self._rows = RowScheduler(manager, limits.most_chunk)
         self._admission = AdmissionRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
 
@@ -347,6 +347,9 @@ class AdmissionRules:
             return False
         first = budget if prefill_cap is None else min(budget, prefill_cap)
         end = min(group.root_target, cached + first)
+        end = self._manager.chunk_end(group, cached, end, limits.most_chunk, hits)
+        if end == cached:
+            return False
         tokens = None if limits.admit_whole_prompt else end
         if not self._manager.can_admit(group, hits, self._spare_blocks(), tokens, end):
             return False

@@ -62,9 +62,8 @@ def paged_attention(
     weights. Raises ModelError if the model does not pass `paged` on.
     """
     if paged is None:
-        raise ModelError(
-            f"{type(module).__name__} was called without the paged KV: its model drops extra arguments"
-        )
+        reason = f"{type(module).__name__} was called without the paged KV: its model drops extra arguments"
+        raise ModelError(reason)
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0, s_aux)
     if attention_mask is not None:
         rest["attention_mask"] = attention_mask

@@ -151,8 +151,9 @@ class Piece(NamedTuple):
 def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> list[Piece]:
     """The rows of a step cut where a block ends, in the order in which they must run.
 
-    A piece reads the state of the block before its first token and writes that of the block of its last one. With
-    `singly` a piece that goes on from a state has one token.
+    A piece reads the state that the one before it wrote, the first of a row that of the block before its first token,
+    and writes that of the block of its last one: a block without a page is no end. With `singly` a piece that goes on
+    from a state has one token.
     """
     ones = enumerate(zip(layout.tables, layout.lengths, strict=True))
     spans = [(table, number, int(length) - 1, int(length)) for number, (table, length) in ones]
@@ -160,13 +161,17 @@ def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> l
     cut: dict[tuple[int, int, bool], list[tuple[int, int, int, int]]] = {}
     for table, start, context, end in spans:
         begin, depth = context, 0
+        source = int(table[(begin - 1) // block_size]) if begin else NO_STATE
         while begin < end:
-            most = 1 if singly and begin else block_size
-            until = min(end, (begin // block_size + 1) * block_size, begin + most)
-            source = int(table[(begin - 1) // block_size]) if begin else NO_STATE
-            piece = start + begin - context, source, int(table[begin // block_size]), begin
-            cut.setdefault((depth, until - begin, begin == 0), []).append(piece)
-            begin, depth = until, depth + 1
+            block = begin // block_size
+            while not table[block]:
+                block += 1
+            until = min(end, (block + 1) * block_size, begin + 1 if singly and begin else end)
+            target = int(table[block])
+            cut.setdefault((depth, until - begin, begin == 0), []).append(
+                (start + begin - context, source, target, begin)
+            )
+            begin, depth, source = until, depth + 1, target
     found = []
     for (_, tokens, _), rows in sorted(cut.items()):
         first, sources, targets, begins = (np.array(each, dtype=np.int64) for each in zip(*rows, strict=True))
@@ -259,7 +264,6 @@ def _state(layer: Any, part: StatePart) -> torch.Tensor:
     state: torch.Tensor | None = getattr(layer, f"{part.kind}_states")[part.number]
     if state is None or tuple(state.shape[1:]) != part.shape or state.dtype is not part.dtype:
         found = "nothing" if state is None else f"{tuple(state.shape[1:])} of {state.dtype}"
-        raise ModelError(
-            f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}"
-        )
+        reason = f"a {part.kind} state of {part.shape} of {part.dtype} is kept, the layer left {found}"
+        raise ModelError(reason)
     return state

@@ -326,9 +326,8 @@ class _PagedRuns:
             wanted = torch.cat([expected[piece.request][piece.start : piece.end] for piece in step])
             wanted = wanted[self._kept(step)]
             if found.shape != wanted.shape:
-                raise ModelError(
-                    f"asked for the logits of {len(wanted)} tokens of a step it gives {len(found)}"
-                )
+                reason = f"asked for the logits of {len(wanted)} tokens of a step it gives {len(found)}"
+                raise ModelError(reason)
             apart = self._error(found, wanted, expected)
             if not apart <= 1:  # NaN differs too
                 return f"step {number}: logits differ by {apart:.3g} times the tolerance"

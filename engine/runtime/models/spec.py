@@ -143,9 +143,8 @@ def check_shape(spec: ModelSpec) -> None:
             "shape have none"
         )
     if spec.heads % spec.kv_heads:
-        raise ModelError(
-            f"model {spec.name}: {spec.heads} heads are not a multiple of {spec.kv_heads} kv_heads"
-        )
+        reason = f"model {spec.name}: {spec.heads} heads are not a multiple of {spec.kv_heads} kv_heads"
+        raise ModelError(reason)
     if spec.hidden % spec.heads:  # transformers refuses it for every head_dim
         raise ModelError(f"model {spec.name}: hidden {spec.hidden} is not a multiple of {spec.heads} heads")
     if spec.family in _MULTI_HEAD_ONLY:
@@ -218,9 +217,8 @@ def _check_whole(weights: Path) -> None:
         raise ModelError(f"{weights}: not a safetensors file ({error})") from error
     if not ends or size < 8 + length + max(ends):
         expected = f"{8 + length + max(ends):,}" if ends else "a header and data"
-        raise ModelError(
-            f"{weights}: incomplete or not a safetensors file: {size:,} bytes, {expected} expected"
-        )
+        reason = f"{weights}: incomplete or not a safetensors file: {size:,} bytes, {expected} expected"
+        raise ModelError(reason)
 
 
 def check_config(name: str, config: Mapping[str, Any]) -> None:

@@ -164,11 +164,18 @@ def test_every_backend_reads_the_pages_of_each_group(backend):
 
 @cases(
     "options",
-    [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}],
+    [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}, {"retention_interval": None}],
     day=({"window_hits": "all"},),
 )
 def test_options_change_no_token(options):
     assert serve(make_llm("gemma2", **options), turns=2) == [expected("gemma2")] * 2
+
+
+def test_an_interval_that_does_not_fit_the_blocks_is_refused():
+    from engine.runtime.errors import ModelError
+
+    with pytest.raises(ModelError, match="retention interval 7: must be 0 or a multiple of"):
+        make_llm("gemma2", retention_interval=7)
 
 
 def test_latent_layers_keep_latent_vectors_and_not_what_they_expand_to():
@@ -211,8 +218,8 @@ def test_pages_without_an_owner_hold_nothing_in_any_layer(groups):
 
 def test_groups_of_one_pool_share_its_tensors():
     pool = make_llm("gemma2").runner.pool
-    assert [view.layers for view in pool.views] == [(1, 3), (0, 2)]
-    assert pool.views[0].keys[1].data_ptr() == pool.views[1].keys[0].data_ptr()
+    assert [view.layers for view in pool.views] == [(0, 2), (1, 3)]
+    assert pool.views[0].keys[0].data_ptr() == pool.views[1].keys[1].data_ptr()
 
 
 def test_separate_pools_take_the_memory_of_the_pool_and_a_null_page_each():
@@ -299,12 +306,12 @@ def never_void(real):
 PLANTED = {
     "a window block is released one token early": (KVGroup, "skipped", one_token_early, "sees token"),
     "a group's reference is lost": (PoolPages, "share", lose_a_reference, "group|page|block"),
-    "a hit without its window": (GroupedManager, "_last_run", hit_without_its_window, "group 1 reads page"),
+    "a hit without its window": (GroupedManager, "_last_run", hit_without_its_window, "group 0 reads page"),
     "pages of one group given to the other": (
         GroupedManager,
         "_hit_pages",
         hit_of_the_wrong_group,
-        "in group 0",
+        "group 0 reads page .* which group 1 has written",
     ),
     "a void page is not set to NaN": (PoolPages, "drain_voided", never_void, "group"),
 }
@@ -315,7 +322,7 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     from engine.runtime.errors import AuditError, NaNLogitsError
 
     owner, name, make, said = PLANTED[bug]
-    llm = make_llm("gemma2", pool_tokens=200)
+    llm = make_llm("gemma2", pool_tokens=200, retention_interval=None)
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)
@@ -330,10 +337,10 @@ def test_a_counter_of_one_group_that_drifts_is_noticed(monkeypatch):
 
     def wrote(counters, tokens):
         real(counters, tokens)
-        counters.written[1] += 1
+        counters.written[0] += 1
 
     monkeypatch.setattr(GroupCounters, "wrote", wrote)
-    with pytest.raises(AuditError, match=r"step 0: group 1 \(window\) has \d+ tokens in its tensors"):
+    with pytest.raises(AuditError, match=r"step 0: group 0 \(window\) has \d+ tokens in its tensors"):
         serve(llm)
 
 

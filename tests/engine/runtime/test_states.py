@@ -103,7 +103,11 @@ def test_preemption_changes_no_token(groups):
     assert llm.engine.counters.preemptions > 0
 
 
-@cases("options", [{"state_every": 12}, {"block_size": 16}, {"prefix_caching": False}], day=1)
+@cases(
+    "options",
+    [{"prefix_caching": False}, {"states": "every_block"}, {"state_every": 12}, {"block_size": 16}],
+    day=2,
+)
 def test_options_change_no_token(options):
     assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected()] * 2
 
@@ -196,7 +200,7 @@ def another_state(real):
     def pages(manager, keys, tokens):
         found = real(manager, keys, tokens)
         if tokens >= 8:
-            found[1][-1] = manager.pages.first(1, keys.upto(1, 1)[0])
+            found[0][-1] = manager.pages.first(0, keys.upto(0, 1)[0])
         return found
 
     return pages
@@ -228,16 +232,16 @@ def not_cut(real):
 
 
 PLANTED = {
-    "a hit without its state": (GroupedManager, "_last_run", hit_without_its_state, "group 1"),
+    "a hit without its state": (GroupedManager, "_last_run", hit_without_its_state, "group 0"),
     "a hit on the state of a shorter prefix": (
         GroupedManager,
         "_hit_pages",
         another_state,
         r"begins with the state after \d+ tokens, page \d+ holds the state after 4 tokens",
     ),
-    "a state page is released one token early": (KVGroup, "skipped", freed_early, "group 1|sees token"),
-    "a state is not copied where it is kept": (state, "pieces_of", not_copied, "different numbers|group 1"),
-    "a state is kept at the end of the row alone": (state, "pieces_of", not_cut, "different numbers|group 1"),
+    "a state page is released one token early": (KVGroup, "skipped", freed_early, "group 0|sees token"),
+    "a state is not copied where it is kept": (state, "pieces_of", not_copied, "different numbers|group 0"),
+    "a state is kept at the end of the row alone": (state, "pieces_of", not_cut, "different numbers|group 0"),
     "a void page is not set to NaN": (PoolPages, "drain_voided", never_void, "group"),
 }
 
@@ -245,7 +249,7 @@ PLANTED = {
 @pytest.mark.parametrize("bug", PLANTED)
 def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     owner, name, make, said = PLANTED[bug]
-    llm = make_llm(pool_tokens=900)
+    llm = make_llm(pool_tokens=900, retention_interval=None, states="every_block")
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)

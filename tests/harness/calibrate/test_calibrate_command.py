@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from point_cases import TICKS_S, small_config, tick
 
-from harness.calibrate.design import CASES, DRAFTING
 from harness.calibrate.store import load_calibration, load_table
 from harness.cli.main import main
 from harness.config.schema import CostKind, RunConfig
 from harness.cost.fitted import FittedCost
+from harness.measure.cases import CASES, DRAFTING
 from harness.point import run_point
 from harness.replay.features import FEATURES
 from harness.workload.deployment import deployment_of

@@ -12,18 +12,6 @@ from point_cases import small_config
 from sim_cases import replay
 
 from engine.runtime.attention import native as compiling
-from harness.calibrate.design import (
-    CASES,
-    HELD_OUT,
-    LONE_REQUEST,
-    SEED,
-    Budget,
-    case_point,
-    case_trace,
-    design,
-    held_out_point,
-)
-from harness.calibrate.run import PROBE, Passes, off_pace, stability_of
 from harness.calibrate.store import (
     CalibrationError,
     calibration_path,
@@ -38,8 +26,21 @@ from harness.cli.main import main
 from harness.config.schema import EngineDevice
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import grid_of
+from harness.measure.cases import (
+    CASES,
+    HELD_OUT,
+    LONE_REQUEST,
+    SEED,
+    Budget,
+    case_point,
+    case_trace,
+    design,
+    held_out_point,
+)
 from harness.measure.engine import measure
 from harness.measure.executor import Reading
+from harness.measure.pace import PROBE, off_pace, stability_of
+from harness.measure.passes import Passes
 from harness.metrics.log import Outcome
 from harness.point.run import point_identity
 from harness.replay.cost_model import CostSource
@@ -285,8 +286,8 @@ class Paces:
 
 def test_the_quietest_pass_of_a_case_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = Paces([1.0, 2.0, 3.0, 4.0, 1.5, 0.5])
-    monkeypatch.setattr("harness.calibrate.run.measure", runs)
-    monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: 1.0)
+    monkeypatch.setattr("harness.measure.passes.measure", runs)
+    monkeypatch.setattr("harness.measure.passes.probe_s", lambda config: 1.0)
     cases = CASES[1:4]
     found = Passes(
         deployment_of(small_config(tmp_path)), cases, 0.05, lambda name: None, Budget(None), None
@@ -301,7 +302,7 @@ def test_with_a_yardstick_all_passes_but_the_first_are_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runs = Paces([9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0])
-    monkeypatch.setattr("harness.calibrate.run.measure", runs)
+    monkeypatch.setattr("harness.measure.passes.measure", runs)
     passes = Passes(
         deployment_of(small_config(tmp_path)),
         CASES[1:4],
@@ -321,8 +322,8 @@ def test_a_case_beside_an_odd_probe_is_measured_once_more(
 ) -> None:
     runs = Paces([1.0] * 6 + [0.7])
     probes = iter([1.0, 1.0, 1.0, 2.2, 1.0, 1.0, 1.0, 1.0])
-    monkeypatch.setattr("harness.calibrate.run.measure", runs)
-    monkeypatch.setattr("harness.calibrate.run.probe_s", lambda config: next(probes))
+    monkeypatch.setattr("harness.measure.passes.measure", runs)
+    monkeypatch.setattr("harness.measure.passes.probe_s", lambda config: next(probes))
     found = Passes(
         deployment_of(small_config(tmp_path)), CASES[1:4], 0.05, lambda name: None, Budget(None), None
     ).measure()

@@ -119,10 +119,13 @@ def test_sharing_that_is_recorded_in_larger_blocks_is_warned_of(tmp_path: Path) 
     assert any(text.startswith("the trace records sharing in blocks of 512 tokens") for text in warnings)
 
 
-def test_groups_are_warned_of_where_vllm_keeps_less(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("interval", "warned"), [("0", False), ("null", True)])
+def test_groups_are_warned_of_where_vllm_keeps_less(tmp_path: Path, interval: str, warned: bool) -> None:
     file = write(tmp_path, 0, 1500, 4, 2, 1.0)
-    warnings = advice_of(file, "model=gemma3_12b", "cache.groups=uniform").warnings
-    assert any("documents asked twice hit 0.458 here and 0.000 there" in text for text in warnings)
+    settings = "model=gemma3_12b", "cache.groups=uniform", f"cache.retention_interval={interval}"
+    advice = advice_of(file, *settings)
+    assert warned == any("documents asked twice hit 0.458 here" in text for text in advice.warnings)
+    assert warned == ("--prefix-cache-retention-interval None" in advice.flags)
 
 
 def test_requests_that_are_left_out_are_said_first_with_their_tokens(

@@ -620,6 +620,15 @@ def test_a_store_that_was_written_to_a_place_that_is_unknown_here_has_a_status(
     assert "Go on with: python -m harness sweep out=store" in said
 
 
+def test_the_names_of_a_store_add_no_line_to_its_status(cli: Cli, tmp_path: Path) -> None:
+    manifest(tmp_path / "store")
+    file = tmp_path / "store" / "sweep.json"
+    file.write_text(file.read_text().replace('"x"', '"x\\n9 of 9 points done"'))
+    _, out, _ = cli("status", "store")
+    assert "sweep 'x\\n9 of 9 points done', 0 of " in out
+    assert "9 of 9 points done" not in out.splitlines()
+
+
 def test_a_row_of_a_comparison_holds_plain_values_alone(cli: Cli, tmp_path: Path) -> None:
     rows = [{"metric": "ttft_p50", "error": {}, "spread": []}]
     commit_point(tmp_path / "store", "a", PointRecord(comparison=rows), {})

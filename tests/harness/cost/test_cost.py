@@ -299,11 +299,11 @@ def test_no_step_is_expected_to_take_less_than_its_bound() -> None:
 
 
 def test_two_devices_halve_what_is_read_and_add_what_is_sent() -> None:
-    """Two all-reduces a layer; with two devices a ring sends each byte once."""
+    """Two all-reduces a layer, one gather of a row's logits; with two devices a ring sends each byte once."""
     features = replay([request(0, 0, 1000, 2)], fast_forward=False)[1].features
     one = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0))
     two = RooflineCost(LLAMA_8B, DeviceShape("h200", 4.8e12, 989e12, 0, 0, 2, 450e9, 10e-6))
-    sent = 2 * 32 * (4096 * 2 / 450e9 + 10e-6)
+    sent = 2 * 32 * (4096 * 2 / 450e9 + 10e-6) + (LLAMA_8B.vocab / 2 * 2 / 450e9 + 10e-6)
     assert price_table(two, features)[0][-1] == pytest.approx(price_table(one, features)[0][-1] / 2 + sent)
 
 

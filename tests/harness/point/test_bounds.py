@@ -7,8 +7,9 @@ import pytest
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import DeviceConfig
+from harness.cost.roofline import ASSUMED, origins
 from harness.metrics.record import PointRecord
-from harness.point.cost import ASSUMED, METRICS, origins
+from harness.point.cost import METRICS
 from harness.point.run import run_point
 from harness.report.provenance import bounds_table
 

@@ -10,14 +10,14 @@ from families import build
 from point_cases import mooncake_file, small_config, with_trace
 from tiers import cases, tier
 
-from engine.core.options import GroupPages, Retention, Scheduling, Sharing, WindowHits
+from engine.core.options import GroupPages, Retention, Scheduling, Sharing, StateMode, WindowHits
 from harness.config.checks import check_settings
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
 from harness.measure.engine import measure
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point import check_point, run_point
-from harness.point.error_levels import _first_waste
+from harness.replay.recorder import waste_differs
 from harness.workload.point import resolve
 from harness.workload.simulate import replay_recording
 
@@ -66,6 +66,7 @@ def test_a_measured_point_has_the_counts_of_its_prediction(
     pages: GroupPages, made: Made, cache_dir: Path
 ) -> None:
     config = crowded(made(cache_dir, pages))
+    config.cache.states = StateMode.every_block  # so many pages that requests are preempted
     assert check_settings(config) == []
     check_point(config)
     record = run_point(config).record
@@ -94,6 +95,7 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
     config.workload.oversize = Oversize.drop
     config.cache.prefix_caching = draw.random() < 0.8
     config.cache.window_hits = draw.choice(list(WindowHits))
+    config.cache.retention_interval = draw.choice([0, 0, None])
     config.cache.behind_first = draw.random() < 0.5
     config.cache.retention = draw.choice(list(Retention))
     config.scheduler.policy = draw.choice(list(Scheduling))
@@ -103,6 +105,7 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
         config.cache.block_size = draw.choice([4, 8, 16])
         config.cache.pool_tokens = draw.choice([768, 1536])
         config.scheduler.max_batched_tokens = draw.choice([16, 32, 64])
+        config.cache.states = draw.choice([StateMode.align, StateMode.align, StateMode.every_block])
         if config.cache.groups is not GroupPages.uniform:
             config.cache.state_every = draw.choice([None, 16, 48])
     return crowded(config) if draw.random() < 0.5 else config
@@ -129,7 +132,7 @@ def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     run = measure(workload, seed=0)
     log, recorder = replay_recording(workload, run.recording)
     assert recorder.digests == run.recording.digests
-    assert _first_waste(log, run.log) is None
+    assert waste_differs(log, run.log) is None
     for name in WASTE_COLUMNS:
         assert np.array_equal(log.waste[name], run.log.waste[name])
     for name, column in log.steps.items():
@@ -144,13 +147,13 @@ def test_another_byte_in_one_step_is_a_difference(cache_dir: Path) -> None:
     run = measure(workload, seed=0)
     log, _ = replay_recording(workload, run.recording)
     log.waste["token"][5] += 1
-    assert _first_waste(log, run.log) == 5
+    assert waste_differs(log, run.log) == 5
 
 
 def test_windows_that_the_model_does_not_have_are_refused(cache_dir: Path) -> None:
     config = windowed(cache_dir)
     config.model.windowed_layers = 1
-    with pytest.raises(ConfigError, match=r"cache\.groups: group 2 has 1 full layers .* the model has 0"):
+    with pytest.raises(ConfigError, match=r"cache\.groups: group 0 has 1 window layers .* the model has 2"):
         measure(resolve(config), seed=0)
 
 

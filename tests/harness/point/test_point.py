@@ -292,7 +292,7 @@ def test_a_hidden_size_that_the_heads_do_not_divide_is_refused(tmp_path: Path) -
 def test_a_device_that_is_not_here_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("harness.workload.devices.gpu_names", lambda: ())
+    monkeypatch.setattr("harness.environment.gpu_names", lambda: ())
     config = small_config(tmp_path)
     config.engine.device = EngineDevice.cuda
     with pytest.raises(ConfigError, match=r"engine.device: cuda, but .* no device"):

@@ -115,8 +115,17 @@ def test_a_fitted_device_without_its_engines_settings_is_said(tmp_path):
 
 
 def test_groups_that_keep_more_than_vllm_are_said(tmp_path):
-    lines = with_config(tmp_path, cache={"groups": "uniform", "prefix_caching": True})
+    lines = with_config(
+        tmp_path, cache={"groups": "uniform", "prefix_caching": True, "retention_interval": None}
+    )
     assert any("documents asked twice hit 0.458 here and 0.000 there" in line for line in lines)
+
+
+def test_groups_that_keep_what_vllm_keeps_need_no_word(tmp_path):
+    lines = with_config(
+        tmp_path, cache={"groups": "uniform", "prefix_caching": True, "retention_interval": 0}
+    )
+    assert not any("documents asked twice" in line for line in lines)
 
 
 @pytest.mark.parametrize("pace", [None, {}])

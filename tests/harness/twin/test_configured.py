@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from harness.config.errors import UserError
@@ -12,6 +11,8 @@ from harness.twin.configured import configured, preset_of, preset_of_device
 from harness.twin.log import EngineLog
 from harness.twin.reading import read_engine_log
 from harness.workload.deployment import deployment_of
+from harness.workload.point import resolve
+from traces.trace import Client, ClientKind
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
 
@@ -166,51 +167,26 @@ def test_a_device_other_than_the_log_s_is_noted(recorded: EngineLog, device: str
 # -- what is said before any figure -------------------------------------------------------------------------------
 
 
-def capped(log: EngineLog, cap: int) -> EngineLog:
-    """The same requests from a client that sends the next when an answer of `cap` ends; each takes a second more."""
-    count = len(log.requests)
-    sent = np.zeros(count)
-    ended = np.zeros(count)
-    for i in range(count):
-        sent[i] = 0.0 if i < cap else np.sort(ended[:i])[i - cap] + 1e-4
-        ended[i] = sent[i] + 1.0 + 0.1 * (i % 7)
-    times = replace(
-        log.requests,
-        arrival_s=sent,
-        queued_s=None,
-        scheduled_s=None,
-        first_token_s=sent + 0.2,
-        last_token_s=ended,
-    )
-    return replace(log, requests=times)
+TWO = Client(ClientKind.capped, 2)
 
 
-def test_a_log_of_a_capped_client_is_not_replayed_as_an_open_loop(recorded: EngineLog) -> None:
-    with pytest.raises(
-        UserError, match=r"held its requests back at 4 in flight.*replay=closed replay.users=4"
-    ):
-        configured(capped(recorded, 4), ("device=rtx_pro_6000",))
+def capped(log: EngineLog) -> EngineLog:
+    """The same requests, from a client with at most two in flight."""
+    return replace(log, workload=log.workload.changed(log.workload.requests, "capped", client=TWO))
 
 
-def test_a_cap_that_the_log_states_and_reaches_is_refused(recorded: EngineLog) -> None:
-    most = len(recorded.requests)
-    several = replace(recorded, requests=capped(recorded, 3).requests, stated_cap=3)
-    with pytest.raises(UserError, match="at 3 in flight"):
-        configured(several, ("device=rtx_pro_6000",))
-    assert configured(replace(recorded, stated_cap=most), ("device=rtx_pro_6000",)).warnings == ()
-
-
-def test_a_capped_log_as_a_closed_loop_is_taken(recorded: EngineLog) -> None:
-    found = configured(capped(recorded, 4), ("device=rtx_pro_6000", "replay=closed", "replay.users=4"))
-    assert found.config.replay.users == 4
+def test_a_log_is_replayed_by_its_own_client(recorded: EngineLog) -> None:
+    found = configured(capped(recorded), ("device=rtx_pro_6000",))
     assert found.warnings == ()
+    assert resolve(found.config, capped(recorded).workload).workload.traffic.client == TWO
 
 
-def test_a_capped_log_that_is_replayed_at_its_times_is_warned_of(recorded: EngineLog) -> None:
-    found = configured(capped(recorded, 4), ("device=rtx_pro_6000", "replay.mode=trace"))
-    assert found.warnings[0].startswith(
-        "Warning: the client of this log held its requests back at 4 in flight"
-    )
+@pytest.mark.parametrize(
+    "words", [("replay=closed", "replay.users=4"), ("replay.max_in_flight=0",), ("replay.max_in_flight=5",)]
+)
+def test_another_client_than_the_log_s_is_warned_of(recorded: EngineLog, words: tuple[str, ...]) -> None:
+    found = configured(capped(recorded), ("device=rtx_pro_6000", *words))
+    assert found.warnings[0].startswith("Warning: the requests are sent otherwise, as you set it")
 
 
 def test_requests_that_failed_are_said_first(recorded: EngineLog) -> None:

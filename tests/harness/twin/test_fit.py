@@ -5,11 +5,13 @@ import pytest
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
-from harness.point.cost import FITTED, origins
+from harness.cost.roofline import FITTED, origins
 from harness.twin.configured import Configured
 from harness.twin.fit import (
     CONSTANTS,
+    FRONT_END_CONSTANTS,
     Fit,
+    constants_of_log,
     doubts,
     explains_nothing,
     fit_device,
@@ -19,7 +21,7 @@ from harness.twin.fit import (
 from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, predictor
 from harness.twin.settings import EngineSettings
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest, revised
 
 GPU = DeviceConfig(
     name="some_gpu",
@@ -62,9 +64,11 @@ def workload(count: int = 100) -> Trace:
     return Trace(TraceHeader("planted", "simple", "drawn", CHAINED, None, 1, "0" * 64, count, count), rows)
 
 
-def planted(device: DeviceConfig, count: int = 100, found: RunConfig | None = None) -> EngineLog:
+def planted(
+    device: DeviceConfig, count: int = 100, found: RunConfig | None = None, trace: Trace | None = None
+) -> EngineLog:
     """A log that the simulator itself wrote, for a device with known constants."""
-    trace = workload(count)
+    trace = trace or workload(count)
     run = predictor(found or config(), trace)(device)
     times = LoggedRequests(
         request_id=tuple(str(row.request_id) for row in trace.requests),
@@ -93,7 +97,35 @@ def test_a_fit_predicts_the_requests_of_a_planted_device_that_it_has_not_seen(fi
 def test_a_log_that_the_device_s_description_explains_moves_no_constant() -> None:
     fit = fit_device(planted(GPU), config(), first=40)
     for constant in fit.constants:
-        assert constant.value == pytest.approx(constant.prior, rel=0.02)
+        assert constant.value == pytest.approx(constant.prior, rel=0.02, abs=0.002 * 5000 * constant.linear)
+
+
+def test_a_front_end_before_the_queue_is_found_and_priced_in_the_time_to_first_token() -> None:
+    slow = replace(TRUE, frontend_request_us=9000.0)
+    fit = fit_device(planted(slow), config(), first=40)
+    known = {constant.key: constant for constant in fit.constants}
+    per_token = known["frontend_token_us"].value
+    assert known["frontend_request_us"].value + 475 * per_token == pytest.approx(9000, rel=0.15)
+    assert fit.before.ttft_p50 < -0.3
+    assert abs(fit.held_out.ttft_p50) < 0.04
+
+
+def test_the_log_of_an_engine_s_queue_says_nothing_about_the_front_end() -> None:
+    log = planted(TRUE, 50)
+    queued = replace(log, requests=replace(log.requests, queued_s=log.requests.arrival_s))
+    assert {one.key for one in constants_of_log(queued, config())} == {one.key for one in CONSTANTS}
+
+
+@pytest.mark.parametrize("client", [Client(ClientKind.capped, 6, 300), Client(ClientKind.closed, 6, 300)])
+def test_a_log_of_a_capped_client_is_fitted_as_its_client_sent_it(client: Client) -> None:
+    crowd = workload()
+    at = 0 if client.kind is ClientKind.closed else None
+    rows = tuple(revised(row, arrival_us=at) for row in crowd.requests)
+    log = planted(TRUE, trace=crowd.changed(rows, "sent by another client", client=client))
+    fit = fit_device(log, config(), first=40)
+    assert abs(fit.before.tpot_p50) > 0.15
+    assert abs(fit.held_out.tpot_p50) < 0.03
+    assert abs(fit.held_out.ttft_p50) < 0.05
 
 
 def test_a_constant_that_the_log_does_not_show_keeps_its_prior(fit: Fit) -> None:
@@ -115,7 +147,7 @@ def test_the_times_of_requests_that_are_held_out_do_not_change_the_fit(fit: Fit)
 
 
 def test_the_record_calls_fitted_what_the_fit_moves_and_nothing_else() -> None:
-    assert set(FITTED) == {constant.key for constant in CONSTANTS}
+    assert set(FITTED) == {constant.key for constant in (*CONSTANTS, *FRONT_END_CONSTANTS)}
     moved = origins(replace(GPU, fitted_from="my log"))
     assert {key for key, words in moved.items() if "my log" in words} == set(FITTED)
 

@@ -11,6 +11,7 @@ import pytest
 
 from harness.twin.log import EngineLog
 from harness.twin.reading import EngineLogError, read_engine_log
+from traces.trace import ClientKind
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 BENCH = DATA / "vllm-bench" / "result.json"
@@ -64,8 +65,20 @@ def test_a_bench_result_gives_ttft_and_the_sum_of_the_gaps() -> None:
 
 def test_a_bench_result_says_how_many_requests_its_client_allowed(tmp_path: Path) -> None:
     log = read_engine_log(edited(BENCH, tmp_path, lambda record: record.update(max_concurrency=2)))
-    assert log.requests.client_cap(log.stated_cap) == 2
-    assert log.requests.client_cap() is None
+    assert log.workload.header.client.max_in_flight == 2
+    assert "as the log states" in log.client
+
+
+def test_a_closed_loop_without_start_times_is_rebuilt_from_how_long_each_request_took(tmp_path: Path) -> None:
+    def closed(record: dict[str, Any]) -> None:
+        del record["start_times"]
+        record.update(max_concurrency=1, request_rate="inf")
+
+    log = read_engine_log(edited(BENCH, tmp_path, closed))
+    assert log.workload.header.client.kind is ClientKind.closed
+    times = log.requests
+    assert times.arrival_s[1:] == pytest.approx(times.last_token_s[:-1])
+    assert any("no start_times" in note for note in log.notes)
 
 
 def test_a_bench_result_gives_the_model() -> None:

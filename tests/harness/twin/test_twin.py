@@ -11,15 +11,19 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
+from harness.point.cost import cost_model
 from harness.sweep.plan import one_configuration
 from harness.twin.configured import configured
+from harness.twin.fit import trace_bytes
 from harness.twin.page import facts
 from harness.twin.prediction import PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
 from harness.twin.twin import Twin, change_of, grade, trust, verdict
 from harness.twin.what_ifs import WhatIf, base_of, outside_of, what_ifs
+from harness.workload.point import resolve
+from harness.workload.simulate import simulate
 from traces.reading import read_trace
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
 
@@ -154,7 +158,9 @@ def test_an_answer_beyond_the_log_is_marked(twin: Twin) -> None:
 
 def test_what_is_to_be_known_first_stands_before_the_errors(twin: Twin) -> None:
     warned = replace(twin, configured=replace(twin.configured, warnings=("Warning: half of it is missing.",)))
-    assert verdict(warned).startswith("Warning: half of it is missing. On 20 requests")
+    assert verdict(warned).startswith(
+        "The client is an open loop. Warning: half of it is missing. On 20 requests"
+    )
 
 
 def test_rows_of_one_simulation_are_said_to_be_one(twin: Twin) -> None:
@@ -281,6 +287,30 @@ def test_a_calibration_keeps_the_whole_deployment(calibrated: Path, planted: Pat
     log = read_engine_log(planted)
     found = configured(log, (f"deployment={file}",)).config
     assert abs(errors_of(predictor(found, log.workload)(found.device), log, slice(0, None)).tpot_p50) < 0.01
+
+
+def test_a_deployment_that_is_run_on_the_load_of_its_log_obeys_its_client(
+    planted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same requests, one at a time, as a file that `deployment=FILE` is run on."""
+    log = read_engine_log(planted)
+    one = log.workload.changed(log.workload.requests, "one", client=Client(ClientKind.capped, 1))
+    (tmp_path / "load.jsonl").write_bytes(trace_bytes(one))
+    words = (
+        "trace=pagetwin",
+        f"trace.path={tmp_path / 'load.jsonl'}",
+        "measure=false",
+        "model=tiny_llama",
+        "device=h100",
+    )
+    point = resolve(one_configuration((*words, "workload.num_requests=null", "cost=roofline"), ""))
+    steps = simulate(point, cost_model(point.deployment)).steps
+    assert (steps["running"] + steps["waiting"]).max() == 1
+
+
+def test_a_calibration_keeps_the_load_with_its_client(calibrated: Path, planted: Path) -> None:
+    kept = read_trace(calibrated.with_name("fitted-workload.jsonl"), "pagetwin")
+    assert kept.digest == read_engine_log(planted).workload.digest
 
 
 @pytest.mark.nightly

@@ -122,6 +122,24 @@ def test_a_group_of_the_user_replaces_the_section_whole(server: Path) -> None:
     assert asked == one_configuration(["device=a100_80gb"], "").device
 
 
+def test_off_needs_no_quotes(tmp_path: Path) -> None:
+    """YAML reads the word as false."""
+    file, cache = tmp_path / "server.yaml", tmp_path / "cache.yaml"
+    file.write_text("cache:\n  groups: off\nengine:\n  audit: off\n")
+    cache.write_text("groups: off\n")
+    found = one_configuration([f"deployment={file}"], "")
+    assert (found.cache.groups, found.engine.audit) == ("off", "off")
+    assert one_configuration([f"cache={cache}"], "").cache.groups == "off"
+
+
+def test_a_number_out_of_range_is_refused_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text("cache:\n  block_size: 0\n")
+    with pytest.raises(UserError, match=r"cache.block_size: .*server.yaml: found 0, must be 1 or"):
+        one_configuration([f"deployment={file}"], "")
+    assert one_configuration([f"deployment={file}", "cache.block_size=8"], "").cache.block_size == 8
+
+
 def test_a_section_may_start_from_an_option(tmp_path: Path) -> None:
     file = tmp_path / "server.yaml"
     file.write_text("device:\n  base: h100\n  tensor_parallel: 2\nmodel: llama3_8b\n")

@@ -40,7 +40,18 @@ def test_gpt_oss_has_a_group_of_windows_beside_a_full_one() -> None:
     found = pool("model=gpt_oss_20b", "cache.pool_tokens=160000")
     assert found.groups is not None
     kinds = [(str(group.kind), group.layers, group.window) for group in found.groups.groups]
-    assert kinds == [("full", 12, None), ("window", 12, 128)]
+    assert kinds == [("window", 12, 128), ("full", 12, None)]
+
+
+def test_a_run_without_rows_says_where_the_bytes_of_its_pools_went() -> None:
+    words = ("model=gpt_oss_20b", "device=h200", "cache.pool_tokens=20000", "workload.num_requests=8")
+    kept, summed = (
+        run_point(config(*words, f"replay.records={records}")).record.simulated
+        for records in ("true", "false")
+    )
+    shares = {name: kept[name] for name in kept if name.startswith("waste_")}
+    assert len(shares) == len(WASTE_COLUMNS)
+    assert {name: summed[name] for name in shares} == pytest.approx(shares)
 
 
 def test_latent_layers_are_one_group() -> None:
@@ -65,7 +76,7 @@ def test_blocks_beside_a_state_are_as_long_as_vllm_sets_them_for_qwen3_next() ->
 def test_a_state_may_be_kept_less_often_than_at_each_block() -> None:
     found = pool(*NEXT, "cache.groups=separate", "cache.state_every=256")
     assert found.groups is not None
-    assert [group.block_size for group in found.groups.groups] == [16, 256]
+    assert [group.block_size for group in found.groups.groups] == [256, 16]
     assert found.block_size == 256  # a hit ends where a state was kept
 
 
@@ -103,6 +114,11 @@ def test_what_states_do_not_go_with_is_refused_by_its_key(key: str, overrides: t
     assert any(text.startswith(key) for text in refusals(*NEXT, *overrides))
 
 
+def test_an_interval_that_is_no_multiple_of_the_match_unit_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"cache\.retention_interval.*100: must be 0 or a multiple of 16"):
+        pool("model=gemma3_12b", "cache.pool_tokens=160000", "cache.retention_interval=100")
+
+
 def test_pool_blocks_are_pages() -> None:
     assert pool("model=gemma3_12b", "cache.pool_tokens=null", "cache.pool_blocks=777").page_counts == (777,)
 
@@ -112,7 +128,7 @@ def test_separate_pools_share_the_memory_as_one_longest_sequence_needs_it() -> N
     found = pool("model=gemma2_9b", "cache.groups=separate", *sizes)
     assert found.groups is not None
     most = [group.most_blocks(8192, 512) for group in found.groups.groups]
-    assert most == [512, (4095 + 512 + 15) // 16 + 1]
+    assert most == [(4095 + 512 + 15) // 16 + 1, 512]
     room = [pages // need for pages, need in zip(found.page_counts, most, strict=True)]
     assert room[0] == room[1]
 
@@ -146,7 +162,9 @@ def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tup
 
 
 def test_a_pool_too_small_for_a_page_of_each_group_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 pages of the groups of gemma-3-27b, each needs at least 1"):
+    with pytest.raises(
+        ConfigError, match=r"holds 0, .* pages of the groups of gemma-3-27b, each needs at least 1"
+    ):
         pool("model=gemma3_27b", "cache.groups=separate", "cache.pool_tokens=16")
 
 

@@ -13,6 +13,8 @@ from harness.config.schema import RunConfig
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
+from harness.workload import architecture
+from harness.workload.architecture import CheckpointFacts, checkpoint_shape, unknown_parts
 from harness.workload.deployment import deployment_of, model_shape, unmodelled
 
 LLAMA = {
@@ -56,7 +58,8 @@ NOT_MODELLED = [
     ({"moe_num_experts": [64, 64]}, "a mixture of experts (moe_num_experts = [64, 64])"),
     ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights of a kind that it does not know"),
     ({"quantization_config": {"quant_method": "vptq"}}, "quantised weights of a kind that it does not know"),
-    ({"model_type": "falcon_h1"}, "an architecture that it has not been taught (model_type falcon_h1)"),
+    ({"model_type": "persimmon"}, "an architecture that it has not been taught (model_type persimmon)"),
+    ({"model_type": "falcon_h1"}, "layers of other kinds (hybrid)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "layers of other kinds (linear_attention)"),
 ]
 
@@ -109,11 +112,68 @@ def test_a_dense_model_is_priced(tmp_path: Path, facts: dict[str, Any], longest:
         ({"model_type": "exaone4", "sliding_window": 4096}, "model_type is exaone4"),
     ],
 )
-def test_layers_of_several_kinds_that_are_not_listed_are_refused(
-    tmp_path: Path, facts: dict[str, Any], given: str
+def test_without_transformers_layers_of_several_kinds_that_are_not_listed_are_refused(
+    tmp_path: Path, facts: dict[str, Any], given: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(architecture, "find_spec", lambda _: None)
+    facts = {"head_dim": 16, "shared_expert_intermediate_size": 0, **facts}
     with pytest.raises(ConfigError, match=f"layer_types is None, must be a list of 2 kinds, because {given}"):
         model_shape(config(tmp_path, facts).model)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    *({}, {"head_dim": 32}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}),
+    *({"sliding_window": 128}, {"sliding_window": None}, {"sliding_window": 64, "sliding_window_pattern": 3}),
+    {"sliding_window": 128, "head_dim": 32},
+    {"sliding_window": 128, "use_sliding_window": True, "head_dim": 32},
+    {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 4, "head_dim": 32},
+    {"layer_types": ["full_attention"] * 12, "head_dim": 32, "sliding_window": None},
+    {"layer_types": ["sliding_attention"] * 5 + ["full_attention"] * 7, "sliding_window": 64},
+    {"full_attention_interval": 3, "head_dim": 32, "shared_expert_intermediate_size": 64},
+    *({"multi_query": True}, {"multi_query": False}, {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    *({"first_k_dense_replace": 2}, {"decoder_sparse_step": 2}, {"shared_expert_intermediate_size": 64}),
+    {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}, "head_dim": 32},
+    {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": None},
+    {
+        "kv_lora_rank": 32,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 16,
+        "q_lora_rank": None,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "num_key_value_heads": 4,
+    },
+]
+
+
+@pytest.mark.parametrize("family", sorted(set(architecture.KNOWN)))
+def test_without_transformers_a_shape_is_the_same_or_refused(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = LLAMA | {"model_type": family, "num_hidden_layers": 12, "qk_nope_head_dim": 16}
+    if family in architecture.WITH_EXPERTS:
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        facts |= dict.fromkeys(names, 8) | {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+    def read(variant: dict[str, Any]) -> tuple[ModelShape, list[str]] | None:
+        (tmp_path / "config.json").write_text(json.dumps(facts | variant))
+        found = CheckpointFacts(str(tmp_path))
+        try:
+            return checkpoint_shape(found, 2, None), unknown_parts(found, states=True)
+        except ConfigError:
+            return None
+
+    right = [read(variant) for variant in VARIANTS]
+    monkeypatch.setattr(architecture, "find_spec", lambda _: None)
+    for variant, truth in zip(VARIANTS, right, strict=True):
+        raw = read(variant)
+        if raw and not raw[1]:  # it is modelled
+            assert raw == truth, variant
+
+
+def test_a_checkpoint_that_transformers_cannot_read_is_refused_with_its_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read it as 'exaone4' \(ZeroDivisionError"):
+        model_shape(config(tmp_path, {"model_type": "exaone4", "sliding_window": None}).model)
 
 
 @pytest.mark.parametrize(("tied", "matrices"), [(True, 1), (False, 2)])
@@ -186,6 +246,7 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, text: str) -> 
         ({"num_key_value_heads": None, "multi_query": True}, 1),
         (
             {
+                "model_type": "falcon",
                 "num_key_value_heads": None,
                 "multi_query": True,
                 "new_decoder_architecture": True,
@@ -287,7 +348,21 @@ def test_latent_attention_is_read_and_keeps_one_vector_and_one_key(tmp_path: Pat
         ({"model_type": "gemma2", "sliding_window": 4096}, 1),
         ({"model_type": "gemma3_text", "sliding_window": 512, "num_hidden_layers": 62}, 52),
         ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, 1),
-        ({"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1}, 1),
+        ({"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1}, 0),
+        (
+            {"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1, "use_sliding_window": True},
+            1,
+        ),
+        ({"model_type": "cohere2", "sliding_window": 4096, "num_hidden_layers": 32}, 24),
+        (
+            {
+                "model_type": "exaone4",
+                "sliding_window": 64,
+                "sliding_window_pattern": 4,
+                "num_hidden_layers": 8,
+            },
+            6,
+        ),
         ({"model_type": "qwen3", "sliding_window": 64, "use_sliding_window": False}, 0),
     ],
 )
@@ -395,7 +470,7 @@ _LATENT = {
         ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 9}, "num_experts_per_tok is 9"),
         (_LATENT | _EXPERTS | {"first_k_dense_replace": 3}, "first_k_dense_replace is 3"),
         (_LATENT | _EXPERTS | {"first_k_dense_replace": -1}, "first_k_dense_replace is -1"),
-        (_LATENT | _EXPERTS | {"first_k_dense_replace": "one"}, "first_k_dense_replace is 'one'"),
+        (_LATENT | _EXPERTS | {"first_k_dense_replace": "one"}, "first_k_dense_replace"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3"),
         ({"layer_types": ["sliding_attention"], "sliding_window": 64}, "layer_types is"),
         ({"layer_types": ["full_attention"]}, "layer_types is"),

@@ -13,18 +13,32 @@ from engine.core.identity import KeyIdentity
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import GroupCounters, GroupKeys, GroupWaste, PoolPages
 from engine.core.memory.grouped import GroupedManager
-from engine.core.options import Decoding, GroupKind, GroupPages, SchedulerLimits, Scheduling, WindowHits
+from engine.core.options import (
+    Decoding,
+    GroupKind,
+    GroupPages,
+    SchedulerLimits,
+    Scheduling,
+    StateMode,
+    WindowHits,
+)
 from engine.core.plan import StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 
 SEEDS = tier(3, 60)
 SEPARATE = GroupPages.separate
+SMALL = LayerSet(GroupKind.state, 3, 16)  # a page for every two tokens of FULL
 SETUPS = [
     GroupSetup(),
-    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=4000),
+    GroupSetup(interval=None),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=4000, interval=16),
     GroupSetup(sets=(FULL, WINDOW, SHORT), pages=SEPARATE, memory=2400, whole=False),
     GroupSetup(sets=(FULL, STATE), size=2, memory=4000),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=4000, interval=None),
+    GroupSetup(sets=(FULL, SMALL), size=2, memory=4000, budget=40),
+    GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=4000, states=StateMode.every_block, interval=None),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=2000, states=StateMode.none, caching=False),
     GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=3200),
     GroupSetup(sets=(WINDOW, SHORT), behind_first=True, scheduling=Scheduling.priority, memory=1600),
     GroupSetup(hits=WindowHits.all, behind_first=True),
@@ -32,6 +46,9 @@ SETUPS = [
     GroupSetup(sets=(FULL,), memory=1600),
     GroupSetup(sets=(FULL, replace(WINDOW, window=1)), pages=SEPARATE, memory=1600),
 ]
+
+
+DENSE = [replace(setup, interval=None) for setup in SETUPS]
 
 
 def walk_all(setups: list[GroupSetup] = SETUPS, seeds: int = 3, operations: int = 120) -> None:
@@ -138,7 +155,7 @@ def test_the_walks_notice_a_planted_bug(
 ) -> None:
     monkeypatch.setattr(owner, name, bug(getattr(owner, name)) if wraps else bug)
     with pytest.raises((AssertionError, CoreError)):  # a wrong slot, or the core refuses what the bug made
-        walk_all()
+        walk_all([*SETUPS, *DENSE])
 
 
 def test_the_walks_notice_a_page_taken_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,6 +269,32 @@ def hits_of(setup: GroupSetup, *lengths: tuple[int, int]) -> list[int]:
 def test_a_hit_needs_no_block_before_the_last_window() -> None:
     setup = GroupSetup(memory=64_000)
     assert hits_of(setup, (24, 4), (24, 4)) == [0, 24]
+
+
+def test_a_shared_prefix_is_kept_from_the_second_request_on_that_missed_there() -> None:
+    setup = GroupSetup(memory=64_000)
+    assert hits_of(setup, (24, 9), (24, 9), (24, 9)) == [0, 0, 24]
+
+
+def test_without_a_retention_interval_every_window_is_kept() -> None:
+    setup = GroupSetup(memory=64_000, interval=None)
+    assert hits_of(setup, (24, 9), (24, 9)) == [0, 24]
+
+
+def test_a_retention_interval_keeps_the_windows_before_its_multiples() -> None:
+    setup = GroupSetup(memory=64_000, interval=16)
+    assert hits_of(setup, (27, 9), (27, 9), (27, 9)) == [0, 16, 24]
+
+
+def test_a_retention_interval_that_is_no_multiple_of_the_match_unit_is_refused() -> None:
+    with pytest.raises(CoreError, match="retention interval 6: must be 0 or a multiple of 4 tokens"):
+        GroupSetup(interval=6).manager()
+
+
+def test_of_a_single_kind_of_window_no_junction_is_known() -> None:
+    """Nothing else says how much of a prefix two requests share."""
+    setup = GroupSetup(sets=(WINDOW,), memory=64_000)
+    assert hits_of(setup, (24, 9), (24, 9), (24, 9)) == [0, 0, 0]
 
 
 def test_the_first_blocks_of_a_window_are_not_held_by_a_hit() -> None:

@@ -12,21 +12,17 @@ from math import ceil
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
 from harness.cost import grid
 from harness.cost.fitted import FittedCost
 from harness.cost.table import EngineOverhead, TableCost, engine_overhead, with_overhead
 from harness.cost.timings import NATIVE, OURS, KernelRun, KernelRunError, read_run, table_file
-from harness.environment import device_identity, engine_device, kernel_digest
+from harness.environment import kernel_digest
 from harness.replay.cost_model import CostSource
 from harness.replay.features import ATTENTION_FEATURES
 from harness.replay.folds import GridHull
-from harness.workload.deployment import Deployment
-from harness.workload.devices import engine_kernels
 
 KEY = "cost.kernels"
-_DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 
 class KernelTableError(ConfigError):
@@ -47,6 +43,24 @@ class Geometry(NamedTuple):
         threads = f", {self.threads} threads" if self.threads > 1 else ""
         shape = f"{self.heads} query and {self.kv_heads} KV heads of {self.head_dim}, {self.dtype}"
         return f"{shape}, on {self.device}{threads}"
+
+
+@dataclass(frozen=True)
+class TimedAttention:
+    """The attention that a point asks for: `kernels` names the run of `bench kernels` that has its timings.
+
+    With `native` the engine runs its compiled kernels where they serve, else ours on a device.
+    """
+
+    kernels: str
+    geometry: Geometry
+    block_size: int
+    layers: int
+    native: bool
+
+    def provider(self, row: Mapping[str, Any]) -> str:
+        """The provider that the engine uses for a row."""
+        return NATIVE if self.native and _serves(row) else OURS
 
 
 @dataclass(frozen=True)
@@ -86,30 +100,23 @@ class KernelShapes:
         return None
 
 
-def kernel_shapes(deployment: Deployment) -> KernelShapes:
-    """The timings in `cost.kernels` that fit the point's attention.
+def kernel_shapes(asked: TimedAttention) -> KernelShapes:
+    """The timings that fit the point's attention.
 
     Raises:
         KernelTableError: they cannot be read, or none fits.
     """
-    run, wanted = _read(str(deployment.cost.kernels)), geometry_of(deployment)
-    size = deployment.pool.block_size
+    run, wanted, size = read_kernels(asked.kernels), asked.geometry, asked.block_size
     # A grid needs equal lengths, no shared prefix, and the engine's layout.
     even = (row for row in run.rows if not (row["ragged"] or row["shared_prefix"]) and row["layout"] == "NHD")
     plain = [row for row in even if row["provider"] in (OURS, NATIVE)]
-    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == _runs(deployment, row)]
+    mine = [row for row in plain if _geometry(row) == wanted and row["provider"] == asked.provider(row)]
     if not any(row["queries"] == 1 for row in mine):
-        whose = _runs(deployment, {"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
+        whose = asked.provider({"queries": 1, "dtype": wanted.dtype, "head_dim": wanted.head_dim})
         lacks = f"no decode in {run.file} is of {wanted}, by '{whose}', which the engine runs there"
         raise KernelTableError(KEY, f"{lacks}. {_existing(plain)}. {_advice(wanted, size)}")
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
     return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
-
-
-def _runs(deployment: Deployment, row: Mapping[str, Any]) -> str:
-    """The provider that the engine uses for a row: its compiled kernels on a CPU with a compiler, else our kernels."""
-    compiled = engine_kernels(deployment.engine)[0] == NATIVE
-    return NATIVE if compiled and _serves(row) else OURS
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
@@ -121,45 +128,12 @@ def _serves(row: Mapping[str, Any]) -> bool:
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
-def geometry_of(deployment: Deployment) -> Geometry:
-    """The attention of a point on the engine's device."""
-    model, engine = deployment.shape, deployment.engine
-    threads = engine.threads if engine_device(engine.device) == "cpu" else 0
-    shape = (model.heads, model.kv_heads, model.head_dim, _dtype(deployment))
-    return Geometry(*shape, device_identity(engine.device), threads)
-
-
-def _dtype(deployment: Deployment) -> str:
-    """The element type of the cache.
+def read_kernels(named: str) -> KernelRun:
+    """The run of `bench kernels` that `cost.kernels` names.
 
     Raises:
-        KernelTableError: `bench kernels` does not time that cache with the model's queries.
+        KernelTableError: it cannot be read.
     """
-    model = deployment.model
-    if model.kv_dtype is KVDtype.model:
-        return _DTYPES[model.dtype]
-    if model.dtype is not Dtype.bfloat16:
-        found = f"model.kv_dtype={model.kv_dtype} beside model.dtype={model.dtype}"
-        rule = "bench kernels times 8-bit caches with bfloat16 queries; use cost=fitted"
-        raise KernelTableError(KEY, f"{found}: {rule}")
-    return str(model.kv_dtype)
-
-
-def kernels_digest(deployment: Deployment) -> str:
-    """The digest of the timings that `cost.kernels` names; raises KernelTableError."""
-    return _read(str(deployment.cost.kernels)).digest
-
-
-def check_kernel_table(deployment: Deployment) -> None:
-    """Check that the timings in `cost.kernels` make a table for the point.
-
-    Raises:
-        KernelTableError: they do not.
-    """
-    kernel_shapes(deployment).decode_grid()
-
-
-def _read(named: str) -> KernelRun:
     try:
         file = table_file(named)
         return _read_once(file, file.stat().st_mtime_ns)
@@ -213,8 +187,8 @@ def _advice(wanted: Geometry, block_size: int) -> str:
     )
 
 
-def kernel_table(deployment: Deployment, fitted: FittedCost) -> TableCost:
-    """Attention of all layers from the timings in `cost.kernels`; `fitted` prices shapes outside, and all else.
+def kernel_table(asked: TimedAttention, fitted: FittedCost) -> TableCost:
+    """Attention of all layers from timed calls; `fitted` prices shapes outside, and all else.
 
     A timed call is the kernel alone. The engine's overhead is the calibrated time minus the kernel's
     (`harness.cost.table.engine_overhead`).
@@ -222,7 +196,7 @@ def kernel_table(deployment: Deployment, fitted: FittedCost) -> TableCost:
     Raises:
         KernelTableError: the timings do not fit the point's attention.
     """
-    shapes = kernel_shapes(deployment).of_layers(deployment.shape.layers)
+    shapes = kernel_shapes(asked).of_layers(asked.layers)
     size = shapes.block_size
     timed = grid.seconds_at_block_size(shapes.decode, size)
     extra = engine_overhead(timed, partial(_decode_in_engine, fitted, size))

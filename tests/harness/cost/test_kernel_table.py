@@ -8,14 +8,14 @@ import pytest
 
 from harness.bench.cases import KernelCase
 from harness.bench.results import TimingRow, device_name
-from harness.calibrate.kernel_table import KernelTableError, kernel_shapes, kernel_table
 from harness.cli.main import main
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import CostKind, RunConfig
 from harness.cost.fitted import ATTENTION, REST, FittedCost
+from harness.cost.kernel_table import KernelTableError, TimedAttention, kernel_shapes, kernel_table
 from harness.cost.timings import MadeOn
-from harness.point.cost import check_cost, resolve_cost_kind
+from harness.point.cost import check_cost, resolve_cost_kind, timed_attention
 from harness.replay.cost_model import CostSource
 from harness.replay.features import AT, FEATURES
 from harness.replay.folds import GridHull
@@ -58,6 +58,10 @@ def config(kernels: Path, *words: str) -> RunConfig:
     return normalise(compose_config(axis.settings[0] for axis in parse_overrides(overrides)))
 
 
+def asked(kernels: Path, *words: str) -> TimedAttention:
+    return timed_attention(deployment_of(config(kernels, *words)))
+
+
 def fitted(extra: float = 0.0) -> FittedCost:
     """Attention as the kernels' law says for all layers, and `extra` seconds a step on top."""
     values = dict.fromkeys(FEATURES, 0.0)
@@ -81,14 +85,14 @@ def decode(count: int, slots: int, block_size: int = 16) -> list[float]:
 
 
 def test_attention_of_all_layers_comes_from_the_timed_calls(tmp_path: Path) -> None:
-    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted())
+    table = kernel_table(asked(write(tmp_path, rows())), fitted())
     price = table.price(decode(4, 64))
     assert price.attention_s == pytest.approx(LAYERS * seconds_of(4, 64))
     assert price.seconds == pytest.approx(1e-3 + LAYERS * seconds_of(4, 64))
 
 
 def test_what_the_engine_adds_around_a_kernel_is_added(tmp_path: Path) -> None:
-    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted(extra=5e-5))
+    table = kernel_table(asked(write(tmp_path, rows())), fitted(extra=5e-5))
     assert table.price(decode(4, 64)).attention_s == pytest.approx(
         LAYERS * seconds_of(4, 64) + 5e-5, rel=0.01
     )
@@ -96,13 +100,13 @@ def test_what_the_engine_adds_around_a_kernel_is_added(tmp_path: Path) -> None:
 
 
 def test_outside_of_what_was_timed_the_fitted_model_prices(tmp_path: Path) -> None:
-    table = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted())
+    table = kernel_table(asked(write(tmp_path, rows())), fitted())
     beyond = decode(64, 600)
     assert table.price(beyond).attention_s == pytest.approx(fitted().price(beyond).attention_s)
 
 
 def test_provenance_and_the_grids_own_error_go_into_the_record(tmp_path: Path) -> None:
-    source = kernel_table(deployment_of(config(write(tmp_path, rows()))), fitted()).source
+    source = kernel_table(asked(write(tmp_path, rows())), fitted()).source
     assert source.kind == "table"
     facts = source.provenance["grid"]
     assert facts["from"] == "bench kernels"
@@ -124,7 +128,7 @@ def test_other_geometries_providers_and_kinds_of_case_are_left_out(tmp_path: Pat
         *rows(us=1e6, layout="HND"),
         *[row(us=1e6, batch=4, context=64, ragged=True), row(us=1e6, batch=4, context=64, shared_prefix=16)],
     ]
-    shapes = kernel_shapes(deployment_of(config(write(tmp_path, [*others, *rows()]))))
+    shapes = kernel_shapes(asked(write(tmp_path, [*others, *rows()])))
     assert len(shapes.decode) == 12
     assert all(shape.seconds < 1e-3 for shape in shapes.decode)
 
@@ -139,7 +143,7 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
         for one, us in (("paged", 1e6), ("native", 1.0))
     ]
     kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native"), *chunks])
-    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=auto")))
+    shapes = kernel_shapes(asked(kernels, "engine.backend=auto"))
     assert len(shapes.decode) == 12
     assert all(shape.seconds < 1e-3 for shape in (*shapes.decode, *shapes.prefill))
     assert len(shapes.prefill) == 1
@@ -157,14 +161,14 @@ def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
     both = {"dtype": "bf16", "queries": 16, "batch": 1, "context": 64}
     chunks = [row(us=1.0 if one == expected else 1e6, provider=one, **both) for one in ("paged", "native")]
     kernels = write(tmp_path, [*rows(provider="native", dtype="bf16"), *chunks])
-    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=auto", "model.dtype=bfloat16")))
+    shapes = kernel_shapes(asked(kernels, "engine.backend=auto", "model.dtype=bfloat16"))
     assert [shape.seconds < 1e-3 for shape in shapes.prefill] == [True]
 
 
 def test_block_size_is_an_axis(tmp_path: Path) -> None:
     slow = [row(us=3e6 * seconds_of(4, 64), batch=4, context=64, block_size=4)]
     kernels = write(tmp_path, [*rows(), *slow, *rows(block_size=64)])
-    table = kernel_table(deployment_of(config(kernels, "cache.block_size=4")), fitted())
+    table = kernel_table(asked(kernels, "cache.block_size=4"), fitted())
     assert table.decode.at(4, 64) == pytest.approx(LAYERS * 3 * seconds_of(4, 64), rel=0.01)
     assert table.block_size == 4
 
@@ -176,7 +180,7 @@ def test_chunks_are_priced_by_the_call_with_the_fewest_of_them(tmp_path: Path) -
         for context in (256, 512, 1024)
         for batch in (2, 8)
     ]
-    table = kernel_table(deployment_of(config(write(tmp_path, [*rows(), *chunks]))), fitted())
+    table = kernel_table(asked(write(tmp_path, [*rows(), *chunks])), fitted())
     assert table.prefill is not None
     assert table.prefill.at(64, 512) == pytest.approx(LAYERS * (64 + 51.2) * 1e-6)
     features = [0.0] * len(FEATURES)
@@ -189,14 +193,14 @@ def test_chunks_are_priced_by_the_call_with_the_fewest_of_them(tmp_path: Path) -
 
 def test_too_few_chunks_are_left_to_the_fitted_model(tmp_path: Path) -> None:
     kernels = write(tmp_path, [*rows(), row(queries=16, batch=1, context=256)])
-    table = kernel_table(deployment_of(config(kernels)), fitted())
+    table = kernel_table(asked(kernels), fitted())
     assert table.prefill is None
     assert "chunks are fitted" in table.source.provenance["grid"]["prefill shapes"]
 
 
 def refusal(kernels: Path, *words: str) -> str:
     with pytest.raises(KernelTableError) as caught:
-        kernel_shapes(deployment_of(config(kernels, *words))).decode_grid()
+        kernel_shapes(asked(kernels, *words)).decode_grid()
     assert caught.value.key == "cost.kernels"
     return str(caught.value)
 
@@ -295,7 +299,7 @@ def test_native_asked_for_by_name_is_priced_by_native(tmp_path: Path) -> None:
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
     kernels = write(tmp_path, [*rows(us=1e6), *rows(provider="native")])
-    shapes = kernel_shapes(deployment_of(config(kernels, "engine.backend=native")))
+    shapes = kernel_shapes(asked(kernels, "engine.backend=native"))
     assert all(shape.seconds < 1e-3 for shape in shapes.decode)
 
 
@@ -305,4 +309,4 @@ def test_a_cache_in_8_bits_is_not_priced_by_another(tmp_path: Path) -> None:
     words = ("model.kv_dtype=fp8_e4m3", "model.dtype=bfloat16")
     assert "32, fp8_e4m3, on" in refusal(write(tmp_path, rows()), *words)
     kernels = write(tmp_path, rows(dtype="fp8_e4m3"))
-    assert len(kernel_shapes(deployment_of(config(kernels, *words))).decode) == 12
+    assert len(kernel_shapes(asked(kernels, *words)).decode) == 12

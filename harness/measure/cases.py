@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits
+from engine.core.options import CachePolicy, Decoding, Preemption, SchedulerLimits, Sharing
 from engine.core.request import Speculation
-from harness.config.schema import ReplayMode
+from harness.config.schema import CacheConfig, ReplayMode, SchedulerConfig
 from harness.workload.decoding import RequestDecoding, TraceDecoding
 from harness.workload.deployment import Deployment, PoolShape
 from harness.workload.point import Point, Workload
@@ -151,9 +151,7 @@ def _rows(
         yield TraceRequest(number, arrival, prompt, output, tuple(piece for piece in pieces if piece.tokens))
 
 
-def case_point(
-    deployment: Deployment, case: CalibrationCase, lone_request_s: float, seed: int = SEED
-) -> Point:
+def case_point(deployment: Deployment, case: CalibrationCase, lone_request_s: float) -> Point:
     """The case's requests on a pool of its own, large enough that nothing is preempted unless the case swaps."""
     longest = min(deployment.pool.max_model_len, _LONGEST)
     pool = _pool(deployment, case, _pool_tokens(case, deployment.pool.tokens, longest))
@@ -166,10 +164,25 @@ def case_point(
         max_model_len=longest,
         preemption=Preemption.swap if case.swaps else Preemption.recompute,
     )
-    trace = case_trace(case, seed=seed, lone_request_s=lone_request_s, longest=longest)
-    served = deployment.alone(pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
+    trace = case_trace(case, seed=SEED, lone_request_s=lone_request_s, longest=longest)
+    served = alone(deployment, pool, limits, host_tokens=_tokens(case) if case.swaps else 0)
     speculation = Speculation(case.drafts) if case.drafts else None
     return Point(served, Workload(trace, TraceDecoding(RequestDecoding(width, decoding, speculation))))
+
+
+def alone(
+    deployment: Deployment, pool: PoolShape, limits: SchedulerLimits, host_tokens: int = 0
+) -> Deployment:
+    """The same model and engine with the default policies on another pool: for runs that time the engine."""
+    return replace(
+        deployment,
+        cache=CacheConfig(host_tokens=host_tokens),
+        scheduler=SchedulerConfig(),
+        decoding=replace(deployment.decoding, sharing=Sharing.copy_on_write, beam_churn=None),
+        device=replace(deployment.device, data_parallel=1),
+        pool=pool,
+        limits=limits,
+    )
 
 
 def _pool(deployment: Deployment, case: "CalibrationCase | HeldOut", tokens: int) -> PoolShape:
@@ -241,4 +254,4 @@ def held_out_point(deployment: Deployment, held_out: HeldOut, lone_request_s: fl
     decoding = Decoding.beam if held_out.beam_width > 1 else Decoding.greedy
     traffic = Traffic(ReplayMode.closed, users=held_out.users) if held_out.users else Traffic()
     requests = TraceDecoding(RequestDecoding(held_out.beam_width, decoding))
-    return Point(deployment.alone(pool, limits), Workload(trace, requests, traffic))
+    return Point(alone(deployment, pool, limits), Workload(trace, requests, traffic))
