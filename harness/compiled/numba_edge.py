@@ -2,12 +2,11 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _JITABLE: list[Callable[..., object]] = []
@@ -56,56 +55,8 @@ def compiled(function: _Function) -> _Function:
         extending.register_jitable(no_cfunc_wrapper=True)(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
-    machine_code: Any = numba.njit(cache=kept, _nrt=False)(function)
-    compile_whole = machine_code.compile
-
-    def compile_in_one_piece(signature: Any) -> Any:
-        with _only_whole():
-            return compile_whole(signature)
-
-    machine_code.compile = compile_in_one_piece
-    found: _Function = machine_code
+    found: _Function = numba.njit(cache=kept, _nrt=False)(function)
     return found
-
-
-@contextmanager
-def _only_whole() -> Iterator[None]:
-    """Let numba make machine code of the outermost function alone.
-
-    It would also optimise and translate each function that this one contains, with all that those contain: that took
-    as long again as all the rest. The hooks are numba's own and not public; where they are gone, it takes longer.
-    """
-    inner = {each.__name__ for each in (*_JITABLE, *_CALLED)}
-    parts = import_module("numba.core.codegen")
-    library, codegen = getattr(parts, "JITCodeLibrary", None), getattr(parts, "JITCPUCodegen", None)
-    hooks = ((library, "_finalize_final_module"), (library, "_optimize_final_module"), (codegen, "set_env"))
-    if not all(hasattr(owner, name) for owner, name in hooks):
-        yield
-        return
-    finish, optimise, set_env = (getattr(owner, name) for owner, name in hooks)
-
-    def finish_whole(self: Any) -> None:
-        if self.name in inner:
-            self._finalized = True
-        else:
-            finish(self)
-
-    def optimise_whole(self: Any) -> None:
-        if self.name not in inner:
-            optimise(self)
-
-    def set_known(self: Any, name: str, env: Any) -> None:
-        if self._engine.get_global_value_address(name):  # an inner function has none, and needs none
-            set_env(self, name, env)
-
-    own = [vars(owner).get(name) for owner, name in hooks]
-    for (owner, name), hook in zip(hooks, (finish_whole, optimise_whole, set_known), strict=True):
-        setattr(owner, name, hook)
-    try:
-        yield
-    finally:
-        for (owner, name), before in zip(hooks, own, strict=True):
-            delattr(owner, name) if before is None else setattr(owner, name, before)
 
 
 def _is_writable(folder: Path) -> bool:

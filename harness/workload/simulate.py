@@ -48,7 +48,7 @@ from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, TraceRequest
 
 COMPILED_FROM = 5_000  # requests; loading the compiled code takes a second
-COMPILING = 60_000  # requests that the policy core replays while the code is compiled once
+COMPILING = 150_000  # requests that the policy core replays while the code is compiled once
 SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
 
 
