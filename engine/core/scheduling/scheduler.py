@@ -346,9 +346,9 @@ class AdmissionRules:
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
         first = budget if prefill_cap is None else min(budget, prefill_cap)
-        end = min(group.root_target, cached + first)
-        end = self._manager.chunk_end(group, cached, end, limits.most_chunk, hits)
-        if end == cached:
+        wished = min(group.root_target, cached + first)
+        end = self._manager.chunk_end(group, cached, wished, limits.most_chunk, hits)
+        if end == cached < wished:
             return False
         tokens = None if limits.admit_whole_prompt else end
         if not self._manager.can_admit(group, hits, self._spare_blocks(), tokens, end):

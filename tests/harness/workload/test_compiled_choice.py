@@ -42,6 +42,13 @@ def point(*settings: str) -> tuple[Point, CostModel]:
     return resolve(config), cost_model(deployment_of(config))
 
 
+@pytest.mark.parametrize("mode", ["trace", "closed", "sessions"])
+def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) -> None:
+    held, cost = point(f"replay.mode={mode}", "replay.max_in_flight=2")
+    assert compiled.obstacle(held, cost) == "the trace's client holds requests back"
+    assert compiled.obstacle(*point(f"replay.mode={mode}")) is None
+
+
 @cases(
     "settings",
     [
