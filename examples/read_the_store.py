@@ -32,8 +32,9 @@ def summary(folder: Path) -> pd.DataFrame:
 
 
 def slowest_requests(folder: Path) -> pd.DataFrame:
-    """The five requests of the first point with the largest time to the first token."""
-    table = pd.read_parquet(sorted(folder.glob("points/*/requests.parquet"))[0])
+    """The five requests of the first point of the summary with the largest time to the first token."""
+    first = pd.read_parquet(folder / "summary.parquet")["fingerprint"][0]
+    table = pd.read_parquet(folder / "points" / first / "requests.parquet")
     table["ttft_ms"] = (table["first_token_s"] - table["arrival_s"]) * 1000
     return table.nlargest(5, "ttft_ms")[["request_id", "prompt_tokens", "ttft_ms"]]
 

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from pytest_benchmark.utils import load_timer
 
 from harness.bench import results
 from harness.bench.results import BenchError, run_session
+from harness.bench.runner import CLOCK
 
 TIMED = """
 import time
@@ -56,3 +58,7 @@ def test_a_failed_benchmark_is_an_error_with_its_reason(tmp_path: Path) -> None:
 def test_a_session_without_benchmarks_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="exit code 5"):
         run_session(bench_file(tmp_path, ""), {}, tmp_path / "out.json")
+
+
+def test_pytest_benchmark_finds_the_clock_by_the_name_that_it_prints() -> None:
+    assert str(load_timer(str(load_timer(CLOCK)))) == CLOCK
