@@ -82,7 +82,7 @@ class Allocation:
         for number in range(self._sequences):
             identity = TokenIdentity(number, tokens_of(number, self._tokens), salt=f"round {self._round}")
             group = Group(Request(number, self._tokens, 1, identity=identity))
-            group.block_hashes = identity.prompt_hashes(BLOCK_SIZE)
+            group.block_hashes = {None: identity.prompt_hashes(BLOCK_SIZE)}
             groups.append(group)
         self._round += 1
         return (groups,), {}

@@ -209,6 +209,7 @@ def capabilities() -> Iterator[str]:
     heads = {
         Way.measured: "measured",
         Way.groups: "groups of layers",
+        Way.measured_groups: "groups, measured",
         Way.replicas: "replicas",
         Way.client: "beams as requests",
         Way.no_cache: "without a prefix cache",

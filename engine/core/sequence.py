@@ -21,9 +21,6 @@ from engine.core.options import Decoding
 from engine.core.plan import IntArray
 from engine.core.request import Request
 
-# By table index: blocks that only their own request can use, with their private hashes, the oldest first.
-PrivateBlocks = dict[int, dict[int, int]]
-
 
 class StepClock:
     """The number of steps taken so far. A counter stored as `base` is `base + now`, so it needs no update."""
@@ -47,7 +44,8 @@ class SequenceState:
         "block_hashes",
         "branch",
         "cached_blocks",
-        "private_blocks",
+        "held",
+        "private",
         "request",
         "table",
     )
@@ -58,7 +56,8 @@ class SequenceState:
         self.table: Sequence[int] = ()
         self.block_hashes: Sequence[BlockHash] = ()  # of the leading full blocks that can be shared
         self.cached_blocks = 0  # leading blocks of the table that are in the prefix cache
-        self.private_blocks: PrivateBlocks | None = None  # the group's, where forks copy and this is its root
+        self.private = 0  # the first of the numbers that name blocks which only its own request can use
+        self.held = 0  # leading blocks of the table that its window has left
         self._base = computed
         self._clock: StepClock | None = None
 
@@ -113,7 +112,7 @@ class Group:
         "forked",
         "key",
         "lost",
-        "private_blocks",
+        "private",
         "request",
         "rows",
         "sequences",
@@ -126,8 +125,9 @@ class Group:
         self.branches = list(range(request.width)) if request.width > 1 else [0]  # that have not ended
         self.draft: SequenceState | None = None  # the forked child that has this step's draft tokens
         self.drafted = 0  # draft tokens in the current step
-        self.block_hashes: Sequence[BlockHash] | None = None  # of the prompt's full blocks, once looked up
-        self.private_blocks: PrivateBlocks = {}  # that preemptions left in the cache
+        # by group of layers: of the prompt's full blocks, once looked up
+        self.block_hashes: dict[int | None, Sequence[BlockHash]] = {}
+        self.private: list[int] = []  # numbers of private blocks that preemptions left in the cache
         self.forked = False
         self.lost = 0  # tokens whose KV a preemption dropped; set until the group is admitted again
         self.rows: list[ScheduledRow] = []  # what its sequences compute in the current step
@@ -322,7 +322,7 @@ class DecodeCalendar:
         """The current rows. When the members change, new lists are made; lists that were returned are never changed."""
         if self._view is None:
             sequences = [sequence for group in self.groups for sequence in group.sequences]
-            bases = np.array([sequence.base for sequence in sequences], dtype=np.int64)
+            bases = np.array([sequence._base for sequence in sequences], dtype=np.int64)
             tables = [sequence.table for sequence in sequences]
             self._view = SteadyRows(
                 [group.request.request_id for group in self.groups], sequences, tables, bases

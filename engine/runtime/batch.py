@@ -15,7 +15,8 @@ from itertools import chain
 import numpy as np
 import torch
 
-from engine.core.memory.group_pages import NO_PAGE, GroupTables
+from engine.core.memory.block_pool import NULL_BLOCK
+from engine.core.memory.block_tables import GroupTables
 from engine.core.options import GroupKind
 from engine.core.plan import IntArray, Row
 from engine.runtime.attention.layer import AttentionTimer, LatentStep, LayerAttention, LayerCall, PagedStep
@@ -191,7 +192,7 @@ def _in_group(row: Row, index: int, pool: GroupedPool) -> Row:
 
 
 def _tables(row: Row) -> GroupTables:
-    assert isinstance(row.table, GroupTables)  # of a `GroupedManager`
+    assert isinstance(row.table, GroupTables)  # of a manager of groups
     return row.table
 
 
@@ -251,8 +252,8 @@ def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPo
             seen = table[sees // view.block_size : -(-end // view.block_size)]
             if isinstance(view, StateView):  # states of a row's other blocks are kept where they have a page
                 seen = [seen[0], *filter(None, seen[1:-1]), seen[-1]] if row.context_len else seen[-1:]
-            if NO_PAGE in seen:
-                place = sees // view.block_size + seen.index(NO_PAGE)
+            if NULL_BLOCK in seen:
+                place = sees // view.block_size + seen.index(NULL_BLOCK)
                 raise AuditError(f"{what}: group {index} has no page for block {place}, which the row sees")
             pool.check_reads(index, seen, what)
             if isinstance(view, StateView) and row.context_len:

@@ -14,11 +14,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.core.errors import CoreError
+from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.grouped import GroupedManager, pages_of
-from engine.core.memory.paged import PagedManager
+from engine.core.memory.group_pages import pages_of
+from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.options import (
     CachePolicy,
     GroupKind,
@@ -154,8 +154,7 @@ def _default_scheduler(
             f"{', '.join(map(str, counts))} pages of its groups of layers, each needs at least 1; enlarge the pool"
         )
     try:
-        manager = GroupedManager(
-            layout,
+        manager = PagedManager.of(
             pages_of(layout, counts, behind_first=options.behind_first),
             most_chunk=limits.max_batched_tokens,
             prefix_caching=options.prefix_caching,
@@ -295,10 +294,12 @@ class Engine:
         self._clock = clock
         self.runner = self._make_runner(draft)
         manager = self.scheduler.manager
-        self._grouped = isinstance(manager, GroupedManager)  # what is generated stays private
-        if isinstance(manager, GroupedManager):
-            groups = len(manager.layout.groups)
-            self.capacity = PoolSize(manager.num_blocks, manager.block_size, self.runner.pool.bytes, groups)
+        groups = layer_groups(manager)
+        self._grouped = groups is not None  # what is generated stays private
+        if groups is not None:
+            self.capacity = PoolSize(
+                manager.num_blocks, manager.block_size, self.runner.pool.bytes, len(groups.layout.groups)
+            )
         self._speculation = (
             Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
         )
@@ -313,8 +314,8 @@ class Engine:
 
     def _make_runner(self, draft: LoadedModel | None) -> Runner:
         """Make the pool, and record graphs: only for Triton on CUDA, whose kernels read the lengths on the device."""
-        loaded, options, limits, manager = self.loaded, self.options, self.limits, self.scheduler.manager
-        grouped = manager if isinstance(manager, GroupedManager) else None
+        loaded, options, limits = self.loaded, self.options, self.limits
+        grouped = layer_groups(self.scheduler.manager)
         records = options.cuda_graphs and loaded.device.type == "cuda" and grouped is None
         graphs = None
         demands = demands_of((loaded, draft), options.kv_dtype)
@@ -387,6 +388,11 @@ class Engine:
         identity = TokenIdentity(
             number, array, salt, epoch=self._epoch, algorithm=self.options.hash, share_outputs=shared
         )
+        if self._grouped and params.width > 1:
+            raise NeverFitsError(
+                f"request {request_id} can never be served: it has {params.width} sequences, which the engine does "
+                "not run in a cache with groups"
+            )
         speculation = self._speculation if params.width == 1 else None
         request = Request(
             number, len(ids), most, params.width, params.decoding, identity, priority, speculation
@@ -408,7 +414,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block that was filled before now. Running requests go on."""
         self._epoch += 1
-        if isinstance(self.scheduler.manager, PagedManager):
+        if isinstance(self.scheduler.manager, PagedManager) and not self._grouped:
             self.scheduler.manager.pool.note_cleared()
 
     def abort(self, request_id: str) -> bool:

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 
 from engine.core.errors import CoreError
+from engine.core.memory.block_pool import NULL_BLOCK
+from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
-from engine.core.memory.group_memory import MemoryPages
-from engine.core.memory.group_pages import NO_PAGE
-from engine.core.memory.grouped import pages_of
+from engine.core.memory.group_pages import pages_of
 from engine.core.options import GroupKind, GroupPages
 from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
@@ -88,11 +88,11 @@ class PageView:
         return self.group.block_size
 
     def local(self, table: Sequence[int]) -> list[int]:
-        """A block table in the numbers of the tensors; NO_PAGE stays."""
+        """A block table in the numbers of the tensors; NULL_BLOCK stays."""
         offset = self.offset
         if not offset:
             return list(table)
-        return [page - offset if page != NO_PAGE else NO_PAGE for page in table]
+        return [page - offset if page != NULL_BLOCK else NULL_BLOCK for page in table]
 
 
 @dataclass(frozen=True, slots=True)
@@ -525,7 +525,7 @@ def _in_one_memory(
     In front of the memory lies a null page of the largest size, which every group ends in its own.
     """
     core = pages_of(layout, page_counts)
-    assert isinstance(core, MemoryPages)
+    assert isinstance(core, ChunkPages)
     sizes = [group.page_bytes // dtype.itemsize for group in layout.groups]
     front, memory = max(sizes), core.memory // dtype.itemsize
     flat = memory_on(device, (front + memory,), dtype).fill_(torch.nan)

@@ -32,6 +32,7 @@ class Way(StrEnum):
 
     groups = "leave it out, or set cache.groups=off"
     measured = "set measure=false to predict alone"
+    measured_groups = "set measure=false to predict alone, or cache.groups=off"
     replicas = "leave it out, or set device.data_parallel=1"
     client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
     no_cache = "use cache.policy=paged cache.prefix_caching=true"
@@ -56,7 +57,6 @@ class Asked:
     decoding: DecodingConfig
     replay: ReplayConfig
     oracle: OracleEngine
-    measured: bool
     several: bool
     sampled: bool
     drafts: bool
@@ -79,7 +79,6 @@ def asked_of(config: RunConfig) -> Asked:
     return Asked(
         *(model, config.engine, config.device, config.cache, config.scheduler, decoding, config.replay),
         oracle=config.oracle.engine,
-        measured=config.measure,
         several=decoding.beam_width > 1 or (sampled and decoding.n > 1),
         sampled=sampled,
         drafts=decoding.draft_tokens > 0,
@@ -133,13 +132,16 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.beam_width",
         lambda a: _if(a.decoding.beam_width > 1 and not a.single, a.decoding.beam_width),
-        {Way.groups: "it serves single sequences, so beams are requests of their own "
+        {Way.measured_groups: "its tensors serve single sequences, so beams are requests of their own "
          "(decoding.sharing=prefix_cache)"},
     ),
     Capability(
         "decoding.n",
-        lambda a: _if(a.sampled and a.decoding.n > 1 and not a.single, a.decoding.n),
-        {Way.groups: "it serves single sequences, so samples are requests of their own "
+        lambda a: _if(
+            a.several and not a.single and a.decoding.beam_width == 1,
+            a.decoding.n if a.decoding.n > 1 else "recorded",
+        ),
+        {Way.measured_groups: "its tensors serve single sequences, so samples are requests of their own "
          "(decoding.sharing=prefix_cache)"},
     ),
     Capability(
@@ -150,7 +152,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.groups: "it takes no draft tokens", Way.compiled: "requests have drafts",
+        {Way.measured_groups: "its tensors take no draft tokens", Way.compiled: "requests have drafts",
          Way.oracle: "drafts are not compared"},
     ),
     Capability(
@@ -166,12 +168,12 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.sharing",
         lambda a: _if(a.several and a.decoding.sharing is Sharing.tail_at_fork, "tail_at_fork"),
-        {Way.compiled: "beams keep their blocks"},
+        {Way.compiled: "beams keep their blocks", Way.groups: "its beams continue the pages of their parents"},
     ),
     Capability(
         "scheduler.preemption",
         lambda a: _if(a.scheduler.preemption is not Preemption.recompute, a.scheduler.preemption),
-        {Way.groups: "it swaps nothing out", Way.oracle: "vLLM swaps nothing out"},
+        {Way.measured_groups: "its tensors are not swapped out", Way.oracle: "vLLM swaps nothing out"},
     ),
     Capability(
         "scheduler.preemption",
@@ -211,7 +213,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.host_tokens",
         lambda a: a.cache.host_tokens or None,
-        {Way.groups: "it swaps nothing out, so host memory would stay empty"},
+        {Way.measured_groups: "its tensors are not swapped out, so host memory would stay empty"},
     ),
     Capability(
         "cache.deduplicate",
@@ -231,7 +233,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.copy_at_fork",
         lambda a: (a.cache.copy_at_fork and a.several) or None,
-        {Way.compiled: "branches copy their blocks"},
+        {Way.compiled: "branches copy their blocks", Way.groups: "its branches share their pages"},
     ),
     Capability(
         "cache.pool_blocks",
@@ -313,13 +315,13 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "model.kv_dtype",
-        lambda a: _if(a.measured and a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
-        {Way.groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep"},
+        lambda a: _if(a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
+        {Way.measured_groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep"},
     ),
     Capability(
         "engine.cuda_graphs",
-        lambda a: _if(a.measured, a.engine.cuda_graphs or None),
-        {Way.groups: "a recorded step has one block table"},
+        lambda a: a.engine.cuda_graphs or None,
+        {Way.measured_groups: "a recorded step has one block table"},
     ),
     Capability(
         "oracle",
@@ -349,6 +351,10 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
     ways = {
         Way.groups: (config.cache.groups is not GroupPages.off, f"cache.groups={config.cache.groups}"),
         Way.measured: (config.measure, "measure=true"),
+        Way.measured_groups: (
+            config.measure and config.cache.groups is not GroupPages.off,
+            f"measure=true and cache.groups={config.cache.groups}",
+        ),
         Way.replicas: (
             config.device.data_parallel > 1, f"device.data_parallel={config.device.data_parallel}"
         ),

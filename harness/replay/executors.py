@@ -64,7 +64,8 @@ class SimulatedExecutor(Executor):
 
     `requests` by id may grow while the replay runs. `survival` lets branches of sampled requests end before their
     pinned length; their ends are drawn step by step, so there is no fast-forward. `acceptance` draws the accepted
-    drafts (None: all are rejected). `window` is that of the model's windowed layers, in tokens.
+    drafts (None: all are rejected). `window` is that of the model's windowed layers, in tokens, `page_slots` as in
+    `FeatureMeter`.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class SimulatedExecutor(Executor):
         survival: BranchSurvival | None = None,
         acceptance: DraftAcceptance | None = None,
         window: int | None = None,
+        page_slots: Callable[[Sequence[int]], float] | None = None,
     ) -> None:
         self.max_steps = 1 << 30 if fast_forward and survival is None else 1
         self._ends = BranchEnds(survival, requests) if survival else None
@@ -85,7 +87,7 @@ class SimulatedExecutor(Executor):
         self._cost = cost
         self._block_size = block_size
         self._window = window
-        self._meter = FeatureMeter(requests, block_size, window)
+        self._meter = FeatureMeter(requests, block_size, window, page_slots)
         self._parents = SimulatedParents(requests, genealogy)
         self._timing: StepTiming
 

@@ -1,6 +1,6 @@
 """The features of a step: the physical quantities of a step plan, which every cost model prices."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeVar
 
@@ -103,10 +103,19 @@ class FeatureMeter:
     It remembers how long ago the last large prefill was. On a CPU a prefill of a hundred tokens or more evicts the
     model's weights and the interpreter from the caches, and the next decode steps take up to twice their time.
     `requests` by request id may grow while the replay runs. `window` is that of the model's windowed layers, in tokens.
+    `page_slots` tells how many KV slots of the whole model have the bytes of some pages, where layers are in groups;
+    None: each has those of a block.
     """
 
-    def __init__(self, requests: Mapping[int, Request], block_size: int, window: int | None = None) -> None:
+    def __init__(
+        self,
+        requests: Mapping[int, Request],
+        block_size: int,
+        window: int | None = None,
+        page_slots: Callable[[Sequence[int]], float] | None = None,
+    ) -> None:
         self._requests = requests
+        self._page_slots = page_slots
         self._block_size = block_size
         self._window = window
         self._after_prefill = 0.0
@@ -141,6 +150,12 @@ class FeatureMeter:
         )
         tokens, rows = count + chunk_tokens, count + chunks
         swapped = len(plan.swap_in) + len(plan.swap_out)
+        copied_slots: Amount = len(plan.copies) * size
+        swapped_slots: Amount = swapped * size
+        if self._page_slots is not None:
+            copied_slots = self._page_slots([page for page, _ in plan.copies])
+            moved = [*(page for page, _ in plan.swap_out), *(page for _, page in plan.swap_in)]
+            swapped_slots = self._page_slots(moved)
         passes, drafted, draft_kv = (
             _draft_features((rows, tokens, kv + chunk_kv), others, accepted) if self._drafting else (0, 0, 0)
         )
@@ -173,9 +188,9 @@ class FeatureMeter:
             prefill_work=work,
             blocks=entries,
             new_blocks=plan.new_blocks,
-            copied_slots=len(plan.copies) * size,
+            copied_slots=copied_slots,
             freed_slots=len(plan.frees) * size,
-            swapped_slots=swapped * size,
+            swapped_slots=swapped_slots,
             swapped_blocks=swapped,
             admitted_tokens=admitted,
             after_prefill=self._after_prefill,

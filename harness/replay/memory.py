@@ -17,8 +17,7 @@ from engine.core.memory.block_pool import (
     CacheEvent,
     ResidencySampler,
 )
-from engine.core.memory.group_pages import GroupWaste
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.group_pages import GroupAccount, GroupWaste
 from engine.core.memory.paged import PagedManager
 from engine.core.plan import StepPlan
 from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, WASTE_COLUMNS, Column
@@ -139,23 +138,23 @@ class Wastes(MemoryObserver):
 
     field = "waste"
 
-    def __init__(self, manager: GroupedManager) -> None:
-        self._manager = manager
+    def __init__(self, account: GroupAccount) -> None:
+        self._account = account
         self._rows: list[tuple[int, ...]] = []
 
     def planned(self, now_ns: int, plan: StepPlan) -> None:
         """Note the bytes of the step, before the commit moves its sequences on."""
-        self._rows.append((*self._manager.waste(plan.usage), *self._manager.held_bytes()))
+        self._rows.append((*self._account.waste(plan.usage), *self._account.held_bytes()))
 
     def value(self) -> dict[str, Column]:
         """The table."""
         assert GroupWaste._fields == tuple(WASTE_COLUMNS)
-        groups = (f"group_{index}" for index in range(len(self._manager.layout.groups)))
+        groups = (f"group_{index}" for index in range(len(self._account.held_bytes())))
         return _table(self._rows, [*WASTE_COLUMNS, *groups], np.int64)
 
     def summed(self) -> "WasteTimes":
         """Sums over time take no memory."""
-        return WasteTimes(self._manager)
+        return WasteTimes(self._account)
 
 
 class WasteTimes(MemoryObserver):
@@ -163,13 +162,13 @@ class WasteTimes(MemoryObserver):
 
     field = "waste"
 
-    def __init__(self, manager: GroupedManager) -> None:
-        self._manager = manager
+    def __init__(self, account: GroupAccount) -> None:
+        self._account = account
         self._step = self._times = np.zeros(len(WASTE_COLUMNS))
 
     def planned(self, now_ns: int, plan: StepPlan) -> None:
         """Note the bytes of the step, before the commit moves its sequences on."""
-        self._step = np.array(self._manager.waste(plan.usage), np.float64)
+        self._step = np.array(self._account.waste(plan.usage), np.float64)
 
     def committed(self, step: StepRecord) -> None:
         """Weigh them with the time that the step took."""

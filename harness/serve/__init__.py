@@ -69,7 +69,7 @@ def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher
     from harness.serve.kv_events import KvEventPublisher
 
     manager = engine.scheduler.manager
-    if not isinstance(manager, PagedManager) or not manager.prefix_caching:
+    if not isinstance(manager, PagedManager) or manager.groups or not manager.prefix_caching:
         reason = "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
         raise UserError(reason)
     return KvEventPublisher(

@@ -22,7 +22,7 @@ from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import CheckpointRule, EvictionQueue
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.grouped import GroupedManager, pages_of
+from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager
 from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions, Sharing
 from engine.core.policies import Policies
@@ -127,6 +127,14 @@ class PoolShape:
     def slot_bytes(self) -> int:
         """Bytes of a slot; with groups, the largest size of which pages, tokens and states are multiples."""
         return self.kv_bytes_per_token if self.groups is None else self.groups.slot_bytes
+
+    @property
+    def page_slots(self) -> Callable[[Sequence[int]], float] | None:
+        """How many KV slots (a token in all layers) have the bytes of pages; None without groups."""
+        if self.groups is None:
+            return None
+        page_bytes = pages_of(self.groups, self.page_counts).page_bytes
+        return lambda pages: sum(map(page_bytes, pages)) / self.kv_bytes_per_token
 
     @property
     def origin(self) -> str:
@@ -602,8 +610,7 @@ def observed_scheduler(
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
     policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
     if pool.groups is not None:
-        grouped = GroupedManager(
-            pool.groups,
+        grouped = PagedManager.of(
             pages_of(
                 pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
             ),
@@ -611,8 +618,10 @@ def observed_scheduler(
             prefix_caching=pool.prefix_caching,
             window_hits=cache.window_hits,
             retention_interval=cache.retention_interval,
+            host_slots=cache.host_tokens * pool.kv_bytes_per_token // pool.groups.slot_bytes,
         )
-        return Scheduler(grouped, limits, policies), [Wastes(grouped)]
+        assert grouped.groups is not None
+        return Scheduler(grouped, limits, policies), [Wastes(grouped.groups.account)]
     if pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
         contiguous = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)

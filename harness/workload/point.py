@@ -139,7 +139,6 @@ class Point:
             *(served.model, served.engine, served.device, served.cache, served.scheduler, served.decoding),
             self.replay,
             oracle=self.oracle.engine,
-            measured=served.measured,
             several=any(each.width > 1 for each in decodings),
             sampled=any(each.mode is Decoding.sample for each in decodings),
             drafts=any(each.speculation is not None for each in decodings),
@@ -303,6 +302,11 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     for way, is_on, head in (
         (Way.client, resubmits, "beams that a client sends (decoding.sharing=prefix_cache)"),
         (Way.replicas, point.replicas > 1, f"device.data_parallel={point.replicas}"),
+        (
+            Way.measured_groups,
+            config.measure and point.pool.groups is not None,
+            f"measure=true and cache.groups={config.cache.groups}",
+        ),
     ):
         if is_on and (refused := next(refusals(point.asked, way, head), None)):
             raise refused

@@ -427,4 +427,5 @@ def simulated_executor(
         survival=drawn.survival,
         acceptance=drawn.accepted(cost.source),
         window=point.pool.window,
+        page_slots=point.pool.page_slots,
     )

@@ -10,7 +10,7 @@ from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.manager import KVCacheManager
-from engine.core.memory.paged import PagedManager
+from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.options import (
     Decoding,
     Placement,
@@ -65,6 +65,9 @@ class Setup:
             keep_lookups=True,
         )
 
+    def model(self, seed: int) -> SlotModel:
+        return SlotModel(Scheduler(self.manager(), self.limits()), seed)
+
     def limits(self) -> SchedulerLimits:
         return SchedulerLimits(
             self.budget,
@@ -103,9 +106,9 @@ class CoreDriver:
     """Operations with their checks; the slot model and `check()` look at the state after every step."""
 
     def __init__(self, setup: Setup, seed: int = 0) -> None:
-        self.manager = setup.manager()
-        self.model = SlotModel(Scheduler(self.manager, setup.limits()), seed)
+        self.model = setup.model(seed)
         self.scheduler = self.model.scheduler
+        self.manager = self.scheduler.manager
         self.submitted = 0
         self.aborted: set[int] = set()
         self.refused = 0
@@ -164,21 +167,25 @@ class CoreDriver:
             return
         (root,) = prompts[index % len(prompts)].sequences
         wanted = int(share * root.computed)
-        assert self.manager.truncate(root, wanted) == root.computed <= wanted
+        try:
+            assert self.manager.truncate(root, wanted) == root.computed <= wanted
+        except CoreError:
+            assert layer_groups(self.manager)  # what a window or a state has left cannot come back
         self.manager.check()
 
     def reset_cache(self) -> None:
         """Succeeds exactly when nothing is in use."""
         if not isinstance(self.manager, PagedManager):
             return
-        in_use = self.manager.pool.live_blocks
+        groups = layer_groups(self.manager)
+        in_use = groups.pages.live_pages if groups else self.manager.pool.live_blocks
         try:
             self.manager.reset_prefix_cache()
         except CoreError:
             assert in_use
         else:
             assert not in_use
-            assert not self.manager.pool.cached_blocks
+            assert not (groups.pages.cached_pages if groups else self.manager.pool.cached_blocks)
         self.manager.check()
 
     def drain(self) -> None:
@@ -210,12 +217,12 @@ def random_arrival(rng: random.Random) -> Arrival:
     )
 
 
-def random_walk(setup: Setup, seed: int, rules: int) -> CoreDriver:
-    """`rules` operations in random order, then to the end."""
+def random_walk(setup: Setup, seed: int, rules: int, arrivals: float = 0.2) -> CoreDriver:
+    """`rules` operations in random order, a share of `arrivals` being requests, then to the end."""
     rng, driver = random.Random(seed), CoreDriver(setup, seed)
     for _ in range(rules):
         dice = rng.random()
-        if dice < 0.2:
+        if dice < arrivals:
             driver.submit(random_arrival(rng))
         elif dice < 0.9:
             driver.step(rng.random(), rng.choice([0, 0.05]), rng.choice([0, 0.1]), rng.choice([1, 1, 30]))

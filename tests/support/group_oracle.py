@@ -19,7 +19,7 @@ from typing import Any
 from engine.core import KeyIdentity, Request, Scheduler, SchedulerLimits, StepPlan, StepResult
 from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.paged import PagedManager
 from engine.core.options import GroupKind, StateMode
 from harness.oracle.check import TokenRanges, VllmProcess, settings_of
 from harness.oracle.decisions import Step
@@ -53,11 +53,10 @@ class GroupCase:
         ]
         return {**settings, "layers": layers}
 
-    def manager(self) -> GroupedManager:
+    def manager(self) -> PagedManager:
         states = StateMode.align if self.caching else StateMode.none
         layout = uniform_layout(self.sets, self.block_size, states)
-        return GroupedManager(
-            layout,
+        return PagedManager.of(
             PoolPages(layout, (self.pages,)),
             most_chunk=self.limits.max_batched_tokens,
             prefix_caching=self.caching,
@@ -138,7 +137,7 @@ def compare(case: GroupCase, step_of: StepOf) -> Counter[str]:
             scheduler.submit(request)
             arrived.append(ranges.wire(request))
         plan = scheduler.schedule()
-        free = sum(share.pool.free_blocks for share in manager.pages.shares)
+        free = sum(share.pool.free_blocks for share in manager.groups.pages.shares)
         ours = _decisions(scheduler, plan, ends, free)
         report = scheduler.commit(plan, StepResult())
         for request_id in report.finished:
@@ -206,7 +205,7 @@ def begin(case: GroupCase, vllm: VllmProcess) -> Any:
     theirs = [
         (_KINDS[one["kind"]], one["layers"], one["block_size"], one["window"]) for one in asked["groups"]
     ]
-    ours = [(one.kind, one.layers, one.block_size, one.window) for one in case.manager().layout.groups]
+    ours = [(one.kind, one.layers, one.block_size, one.window) for one in case.manager().groups.layout.groups]
     if not case.caching:  # their one block of a state is as long as the longest sequence
         theirs, ours = ([one for one in side if one[0] is not GroupKind.state] for side in (theirs, ours))
     assert ours == theirs

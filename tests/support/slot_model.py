@@ -59,8 +59,7 @@ class SlotModel:
         plan = self.scheduler.schedule(max_steps)
         self.digests.append(plan.digest())
         self.execute(plan)
-        written = sum(1 for value in self.slots.values() if value is not EMPTY)
-        assert written == plan.usage.token + plan.usage.cached, (written, plan.usage)
+        self.compare_usage(plan)
         num_steps = self.random.randint(1, plan.num_steps)
         result = self.answer(plan, choose_parents, accept, finish, end, num_steps)
         lengths = [len(row.table) for row in plan.rows]
@@ -106,6 +105,11 @@ class SlotModel:
             self.write(row)
         for row in plan.rows:
             self.read(row)
+
+    def compare_usage(self, plan: StepPlan) -> None:
+        """The slots that hold something are those that the counters name."""
+        written = sum(1 for value in self.slots.values() if value is not EMPTY)
+        assert written == plan.usage.token + plan.usage.cached, (written, plan.usage)
 
     def void(self, block: int, first: int, end: int) -> None:
         for offset in range(first, end):

@@ -116,7 +116,7 @@ class BlockManager:
         if not state.computed % self.manager.block_size or self.references(table[-1]) < 2:
             return None
         source = table[-1]
-        self.manager.tables.copy_tail(state, table)
+        self.manager.tables.copy_tail(state, self.manager.pool.take_one())
         return source, table[-1]
 
     def free(self, sequence: Hashable) -> list[int]:

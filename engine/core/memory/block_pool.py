@@ -173,6 +173,7 @@ class BlockPool:
     stack in chunks, when all earlier ones are given out or cached: a pool of a million blocks, of which a replay uses a
     thousand, takes the memory of one chunk.
     `keep_events` collects a `CacheEvent` for each change of the cache; `drain_events` returns and forgets them.
+    Of several pools each numbers its blocks from `offset` + 1 on.
     """
 
     def __init__(
@@ -182,6 +183,7 @@ class BlockPool:
         retention: Retention = Retention.lru,
         eviction: EvictionQueue | None = None,
         keep_events: bool = False,
+        offset: int = 0,
     ) -> None:
         if num_blocks < 1:
             raise CoreError(f"a pool needs at least 1 block, found {num_blocks}")
@@ -189,13 +191,13 @@ class BlockPool:
         self.free_blocks = num_blocks  # with reference count 0, cached blocks included; do not set it
         self.retention = retention
         self.events: list[CacheEvent] | None = [] if keep_events else None
-        self._refs = [0]  # of the null block and of the blocks that entered the stack
+        self.offset, self._last = offset, offset + num_blocks
+        self._refs = [0] * (offset + 1)  # by block, as far as blocks entered the stack
         self._uncached: list[int] = []
         self._evictable = LruQueue() if eviction is None else eviction
-        self._hash_of: list[BlockHash | None] = [None]
+        self._hash_of: list[BlockHash | None] = [None] * (offset + 1)
         self._extend(0)
         self._index = HashIndex()
-        self._private_hashes = 0  # given out so far
         self._voided: list[int] = []
         self._most_voided = _VOIDED_TIMES * num_blocks
 
@@ -238,7 +240,7 @@ class BlockPool:
                 f"{count} blocks asked for, {self.free_blocks} of {self.num_blocks} are free"
             )
         stack = self._uncached
-        if count > len(stack) and len(self._refs) <= self.num_blocks:
+        if count > len(stack) and len(self._refs) <= self._last:
             self._extend(count - len(stack))
         fresh = min(count, len(stack))
         blocks = stack[: -fresh - 1 : -1]
@@ -263,7 +265,7 @@ class BlockPool:
     def _extend(self, count: int) -> None:
         """Put the next blocks under the stack: `count`, or a chunk where that is more, as far as there are any."""
         first = len(self._refs)
-        last = min(self.num_blocks, first - 1 + max(count, _CHUNK))
+        last = min(self._last, first - 1 + max(count, _CHUNK))
         self._uncached[:0] = range(last, first - 1, -1)
         self._refs += [0] * (last - first + 1)
         self._hash_of += [None] * (last - first + 1)
@@ -381,24 +383,14 @@ class BlockPool:
 
         `origin` is for the event alone.
 
+        Hashes that are numbers are private: only their own request knows them, and no event tells of them.
+
         Raises CoreError, and changes nothing, if a block has a hash already or no reference.
         """
         self._set_hashes(blocks, hashes)
         self._index.add(hashes, blocks)
-        if self.events is not None:
+        if self.events is not None and hashes and type(hashes[0]) is not int:
             self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
-
-    def cache_private_blocks(self, blocks: Sequence[int]) -> range:
-        """Keep full blocks for their own request only; returns their private hashes, numbers that were never used.
-
-        They stay in the free queue's cached part when they are released, but no lookup by hash finds them: the request
-        remembers their ids and their private hashes.
-        """
-        first = self._private_hashes
-        hashes = range(first, first + len(blocks))
-        self._set_hashes(blocks, hashes)
-        self._private_hashes = hashes.stop
-        return hashes
 
     def _set_hashes(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         refs, hash_of = self._refs, self._hash_of
@@ -423,19 +415,17 @@ class BlockPool:
         self._remove_hashes([block for block in blocks if self._hash_of[block] is not None])
 
     def _remove_hashes(self, blocks: Sequence[int]) -> None:
-        """Remove the hashes of `blocks`. Private hashes are not in the index."""
         hash_of = self._hash_of
-        hashes = _each(hash_of, blocks)
+        hashes = [hash_of[block] for block in blocks]
         for block in blocks:
             hash_of[block] = None
-        if len(hashes) == 1 and type(hashes[0]) is int:
-            return
-        if int in set(map(type, hashes)):
-            public = [pair for pair in zip(hashes, blocks, strict=True) if type(pair[0]) is not int]
-            hashes, blocks = [block_hash for block_hash, _ in public], [block for _, block in public]
         self._index.drop(hashes, blocks)
-        if hashes and self.events is not None:
-            self.events.append(BlocksRemoved(tuple(hashes), tuple(blocks)))
+        if self.events is not None:
+            public = [
+                (known, block) for known, block in zip(hashes, blocks, strict=True) if type(known) is not int
+            ]
+            if public:
+                self.events.append(BlocksRemoved(*zip(*public, strict=True)))
 
     def hash_of(self, block: int) -> BlockHash | None:
         """The hash of `block`, None if it is not in the prefix cache."""
@@ -478,7 +468,7 @@ class BlockPool:
         a hash are in the eviction queue. The hashes of the blocks and the index agree.
         """
         refs, uncached, hash_of = self._refs, self._uncached, self._hash_of
-        everyone = range(1, len(refs))
+        everyone = range(self.offset + 1, len(refs))
         wrong = next((block for block in everyone if refs[block] != references.get(block, 0)), None)
         if wrong is not None:
             raise InvariantError(
@@ -495,10 +485,9 @@ class BlockPool:
         cached = {block for block in everyone if hash_of[block] is not None}
         if not cached >= set(in_queue) or not cached.isdisjoint(uncached):
             raise InvariantError("a free block is in the wrong part of the free queue")
-        public = [(block, hash_of[block]) for block in sorted(cached) if type(hash_of[block]) is not int]
-        if self._index.pairs() != public:
-            raise InvariantError(f"{len(public)} blocks have a hash, the index has other entries")
-        free = self.num_blocks + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
+        if self._index.pairs() != [(block, hash_of[block]) for block in sorted(cached)]:
+            raise InvariantError(f"{len(cached)} blocks have a hash, the index has other entries")
+        free = self._last + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
         if self.free_blocks != free:
             raise InvariantError(f"{free} blocks have reference count 0, {self.free_blocks} were counted")
 

@@ -1,21 +1,89 @@
 """Block tables over one pool, and the counters that are kept with them.
 
-A table lists the blocks of one sequence. Tables grow, are shared, copied, cut and dropped here. Every operation
-updates the reference counts, the table entries and the written slots together, so reading the slot usage is cheap.
+A table lists the blocks of one sequence in one group of layers; a plain model has one group. Tables grow, are shared,
+copied, cut and dropped here. Every operation updates the reference counts, the table entries and the written slots
+together, so reading the slot usage is cheap.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 
-from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
-from engine.core.memory.block_pool import BlockPool
-from engine.core.plan import CopyList, SlotUsage, StaleList
+from engine.core.errors import InvariantError, UnknownSequenceError
+from engine.core.memory.block_pool import NULL_BLOCK, BlockPool
+from engine.core.memory.eviction import EvictionOrder
+from engine.core.memory.group_chunks import ChunkPages
+from engine.core.memory.group_layout import KVGroup
+from engine.core.options import GroupKind
+from engine.core.plan import CopyList, StaleList
 from engine.core.request import Request
 from engine.core.sequence import SequenceState
 
 
+class GroupTable(SequenceState):
+    """What a sequence has in one of several groups of layers: its table there, and what of it is cached.
+
+    `hits`: leading blocks that came from the prefix cache. `junction`: where a longer hit of the first groups ended at
+    the admission, in tokens; 0: nowhere.
+    """
+
+    __slots__ = ("hits", "junction", "sequence")
+
+    def __init__(self, sequence: SequenceState, hits: int = 0, junction: int = 0) -> None:
+        super().__init__(sequence.request, sequence.branch)
+        self.sequence = sequence
+        self.hits, self.junction = hits, junction
+
+    @property
+    def checkpoints(self) -> tuple[int, int]:
+        """Positions in tokens where a later prompt may resume."""
+        return self.request.prompt_tokens - 1, self.junction
+
+    @property  # type: ignore[misc]  # nobody sets it
+    def computed(self) -> int:
+        """Those of the sequence."""
+        return self.sequence.computed
+
+    def pages(self) -> list[int]:
+        """The pages that are held, in order."""
+        return [page for page in self.table[self.held :] if page]
+
+
+class GroupTables(Sequence[int]):
+    """The block tables of one sequence, one for each group; as a sequence of integers, one after the other.
+
+    Entry i of a group's table is the page of tokens i x block_size and following, or the null block. Below
+    `due` computed tokens the next token needs no page and leaves none behind.
+    """
+
+    __slots__ = ("due", "of")
+
+    def __init__(self, of: Sequence[GroupTable], due: int = 0) -> None:
+        self.of = of
+        self.due = due
+
+    @property
+    def groups(self) -> list[list[int]]:
+        """The table of each group."""
+        return [each.table for each in self.of]  # type: ignore[misc]  # lists
+
+    @property
+    def held(self) -> list[int]:
+        """The first entry of each table that may be a page."""
+        return [each.held for each in self.of]
+
+    def __len__(self) -> int:
+        return sum(len(each.table) for each in self.of)
+
+    def __getitem__(self, index: int | slice) -> int | list[int]:  # type: ignore[override]
+        return [page for each in self.of for page in each.table][index]
+
+    def pages(self, group: int) -> list[int]:
+        """The pages that a group holds, in order."""
+        return self.of[group].pages()
+
+
 class SlotCounters:
-    """Counters of the live tables: written slots, table entries, and slots that will never be filled (`internal`).
+    """Counters of the live tables: written slots, entries, blocks, and slots that will never be filled (`internal`).
 
     `written` counts a shared slot once, and already includes the step that is being scheduled. A replay knows the
     final length of every sequence. So the slots of a last block that will never be filled are known when the block is
@@ -26,6 +94,7 @@ class SlotCounters:
         self.block_size = block_size
         self.written = 0
         self.entries = 0
+        self.blocks = 0
         self.internal = 0
         self._unfillable: dict[int, int] = {}
 
@@ -44,23 +113,43 @@ class SlotCounters:
         """The blocks with slots that will never be filled."""
         return set(self._unfillable)
 
-    def totals(self) -> tuple[int, int, int]:
-        """Written slots, table entries, and unfillable slots (summed again), for `check()`."""
-        return self.written, self.entries, sum(self._unfillable.values())
+    def totals(self) -> tuple[int, int, int, int]:
+        """Written slots, table entries, blocks, and unfillable slots (summed again), for `check()`."""
+        return self.written, self.entries, self.blocks, sum(self._unfillable.values())
+
+
+class BlockWork:
+    """Work on blocks for the executor's next step: copies, and slots of blocks in use that became void."""
+
+    def __init__(self) -> None:
+        self.copies: CopyList = []
+        self.stale: StaleList = []
 
 
 class BlockTables:
     """The block tables of live sequences. Every method keeps references, table entries and written slots consistent.
 
-    A sequence is live from `open` to `close`. `copies` and `stale` collect work for the executor's next step.
+    A sequence is live from `open` to `close`. `work` is for the executor's next step. `group`
+    says what the layers keep, None: K and V of every token. A block of states has one slot, written when it is taken.
+    Between the aligned states that a row begins and ends with, its table has gaps.
     """
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool | ChunkPages,
+        block_size: int,
+        group: KVGroup | None = None,
+        order: EvictionOrder | None = None,
+    ) -> None:
         self.pool = pool
+        self._order = order
         self.block_size = block_size
+        self.group = group
+        self.keeps_states = group is not None and group.kind is GroupKind.state
+        self.aligned = group is not None and group.aligned
+        self.block_slots = 1 if self.keeps_states else block_size
         self.counters = SlotCounters(block_size)
-        self.copies: CopyList = []
-        self.stale: StaleList = []
+        self.work = BlockWork()
         self._live: dict[SequenceState, None] = {}
 
     def blocks_of(self, tokens: int) -> int:
@@ -76,49 +165,134 @@ class BlockTables:
         assert isinstance(sequence.table, list)
         return sequence.table
 
+    @property
+    def live(self) -> list[SequenceState]:
+        """The live sequences."""
+        return list(self._live)
+
     def open(self, sequence: SequenceState, table: list[int]) -> None:
         """Make `sequence` live with `table`, whose entries were counted before."""
         self._live[sequence] = None
         sequence.table = table
 
-    def append(self, request: Request, table: list[int], count: int) -> None:
-        """Append `count` new blocks to `table`; only the last of them can have slots that are never filled."""
-        if count == 1:
-            self.append_one(request, table)
-            return
-        table += self.pool.take(count)
-        self.counters.entries += count
-        self.counters.block_taken(request, table[-1], len(table) - 1)
+    def open_hits(self, sequence: SequenceState, table: list[int]) -> None:
+        """Make `sequence` live with full cached blocks, to which it gets references."""
+        held = sequence.held
+        if held < len(table):
+            revived = self.pool.share(table[held:])
+            self.counters.blocks += revived
+            self.counters.written += revived * self.block_slots
+            self.counters.entries += len(table) - held
+        self.open(sequence, table)
 
-    def append_one(self, request: Request, table: list[int]) -> None:
-        """The same as `append` with one block, but faster."""
-        block = self.pool.take_one()
+    def open_again(self, sequence: SequenceState, table: list[int], seen: set[int]) -> None:
+        """Make `sequence` live with blocks that were just taken. Other branches refer to those in `seen` already."""
+        blocks, size = table[sequence.held :], self.block_size
+        fresh = [block for block in blocks if block not in seen]
+        seen.update(fresh)
+        self.pool.share([block for block in blocks if block not in fresh])
+        counters = self.counters
+        counters.entries += len(blocks)
+        counters.blocks += len(fresh)
+        counters.written += len(fresh) * self.block_slots
+        if fresh and fresh[-1] == table[-1] and not self.keeps_states:
+            counters.written -= len(table) * size - sequence.computed
+            counters.block_taken(sequence.request, table[-1], len(table) - 1)
+        self.open(sequence, table)
+
+    def lacking(self, table: Sequence[int], end: int) -> int:
+        """How many blocks a table lacks for a row that ends at token `end`."""
+        blocks = self.blocks_of(end) - len(table)
+        return min(blocks, 1) if self.aligned and blocks > 0 else max(blocks, 0)
+
+    def append_upto(self, sequence: SequenceState, blocks: list[int], end: int) -> None:
+        """Append the blocks that `lacking` said, behind a gap where it left some out."""
+        table = self.get(sequence)
+        table += [NULL_BLOCK] * (self.blocks_of(end) - len(table) - len(blocks))
+        self.append(sequence.request, table, blocks)
+
+    def append(self, request: Request, table: list[int], blocks: list[int]) -> None:
+        """Append new blocks to `table`; only the last of them can have slots that are never filled."""
+        table += blocks
+        counters = self.counters
+        counters.entries += len(blocks)
+        counters.blocks += len(blocks)
+        if self.keeps_states:
+            counters.written += len(blocks)
+        else:
+            counters.block_taken(request, table[-1], len(table) - 1)
+
+    def append_one(self, request: Request, table: list[int], block: int) -> None:
+        """The same as `append` with one block of tokens, but faster."""
         table.append(block)
         counters = self.counters
         counters.entries += 1
+        counters.blocks += 1
         if len(table) * self.block_size > request.final_kv_tokens:
             counters.block_taken(request, block, len(table) - 1)
 
-    def copy_tail(self, sequence: SequenceState, table: list[int]) -> None:
-        """Copy on write: `sequence` is about to write into a shared partial last block, so give it a copy."""
-        source, copy = table[-1], self.pool.take_one()
-        self.pool.leave(source)
-        self.copies.append((source, copy))
-        table[-1] = copy
-        self.counters.written += sequence.computed % self.block_size
-        self.counters.block_taken(sequence.request, copy, len(table) - 1)
+    def wrote(self, tokens: int) -> None:
+        """Rows write so many tokens; states were counted when their blocks were taken."""
+        if not self.keeps_states:
+            self.counters.written += tokens
 
-    def share_table(self, table: Sequence[int]) -> list[int]:
-        """A second table that refers to the same blocks."""
-        self.pool.share(table)
-        self.counters.entries += len(table)
+    def writes_tail(self, sequence: SequenceState, end: int) -> bool:
+        """Whether a row up to token `end` writes into the last block, which is partly written."""
+        if sequence.computed % self.block_size == 0:
+            return False
+        return not self.aligned or end <= len(sequence.table) * self.block_size
+
+    def shares_tail(self, sequence: SequenceState, end: int) -> bool:
+        """Whether a row up to token `end` writes into the last block, and another table refers to it."""
+        return self.writes_tail(sequence, end) and self.pool.references(sequence.table[-1]) > 1
+
+    def copies_needed(self, sequences: Sequence[SequenceState]) -> int:
+        """Copies of shared partial last blocks: each writer copies, but the last one to refer to it writes in place."""
+        return self.copies_of([s.table[-1] for s in sequences if s.computed % self.block_size])
+
+    def copies_of(self, tails: Sequence[int]) -> int:
+        """Copies of last blocks to which as many rows write as they are named."""
+        return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
+
+    def copy_tail(self, sequence: SequenceState, copy: int) -> None:
+        """Copy on write: `sequence` is about to write into a shared partial last block, so give it the block `copy`."""
+        table = self.get(sequence)
+        source = table[-1]
+        self.pool.leave(source)
+        self.work.copies.append((source, copy))
+        table[-1] = copy
+        self.counters.blocks += 1
+        if self.keeps_states:
+            self.counters.written += 1
+        else:
+            self.counters.written += sequence.computed % self.block_size
+            self.counters.block_taken(sequence.request, copy, len(table) - 1)
+
+    def share_table(self, table: Sequence[int], held: int) -> list[int]:
+        """A second table that refers to the same blocks, from entry `held` on."""
+        shared = self._blocks(table, held)
+        self.pool.share(shared)
+        self.counters.entries += len(shared)
         return list(table)
 
-    def copy_table(self, request: Request, table: Sequence[int], computed: int) -> list[int]:
-        """A second table with new blocks, to which the content of `table` (`computed` tokens) is copied."""
+    def _blocks(self, table: Sequence[int], first: int, end: int | None = None) -> Sequence[int]:
+        """The blocks from entry `first` to before `end`, without gaps."""
+        blocks = table[first:end] if first or end is not None else table
+        return list(filter(None, blocks)) if self.aligned else blocks
+
+    def fork(self, parent: SequenceState, child: SequenceState) -> None:
+        """Let `child` share the blocks of `parent`."""
+        child.block_hashes, child.cached_blocks = parent.block_hashes, parent.cached_blocks
+        child.private, child.held = parent.private, parent.held
+        self.open(child, self.share_table(self.get(parent), parent.held))
+
+    def copy_table(
+        self, request: Request, table: Sequence[int], blocks: list[int], computed: int
+    ) -> list[int]:
+        """A second table of new `blocks`, to which the content of `table` (`computed` tokens) is copied."""
         copy: list[int] = []
-        self.append(request, copy, len(table))
-        self.copies += zip(table, copy, strict=True)
+        self.append(request, copy, blocks)
+        self.work.copies += zip(table, copy, strict=True)
         self.counters.written += computed
         return copy
 
@@ -126,107 +300,146 @@ class BlockTables:
         """End the life of `sequence` and drop its references; returns the table that it had."""
         table = self.get(sequence)
         del self._live[sequence]
-        self.drop(table, sequence.computed)
-        sequence.table = []
+        self.drop(table, sequence.computed, sequence.held)
         return table
 
-    def move_table(self, child: SequenceState, sequence: SequenceState) -> None:
-        """Move the table of `child` to `sequence`, which must have none; `child` is not live afterwards."""
+    def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> list[SequenceState]:
+        """Give branch i the table of branch `parents[i]`; returns those that share it with an earlier branch.
+
+        Tables of parents without a child are dropped last.
+        """
+        tables = [self.get(branch) for branch in branches]
+        before = [(branch.cached_blocks, branch.held) for branch in branches]
+        taken_over: set[int] = set()
+        sharing = []
+        for branch, parent in zip(branches, parents, strict=True):
+            branch.cached_blocks, branch.held = before[parent]
+            if parent not in taken_over:
+                branch.table = tables[parent]
+                taken_over.add(parent)
+                continue
+            branch.table = self.share_table(tables[parent], branch.held)
+            sharing.append(branch)
+        for index, table in enumerate(tables):
+            if index not in taken_over:
+                self.drop(table, branches[0].computed, before[index][1])
+        return sharing
+
+    def take_over(self, child: SequenceState, sequence: SequenceState) -> None:
+        """Give the table of `child` to `sequence`, which must have none; `child` is not live afterwards."""
         table = self.get(child)
         del self._live[child]
         child.table = ()
+        sequence.cached_blocks, sequence.block_hashes = child.cached_blocks, child.block_hashes
+        sequence.held = child.held
         self.open(sequence, table)
 
-    def drop(self, table: Sequence[int], computed: int) -> None:
-        """Drop one reference to each block. Only the last can be partly written or have slots that are never filled."""
-        gone = self.pool.release(table)
-        self.counters.entries -= len(table)
+    def drop(self, table: Sequence[int], computed: int, first: int = 0) -> None:
+        """Drop one reference to each block from entry `first` on, of a table with `computed` tokens.
+
+        Only the last can be partly written or have slots that are never filled.
+        """
+        dropped = self._blocks(table, first)
+        gone = self.pool.release(dropped)
+        counters = self.counters
+        counters.entries -= len(dropped)
         if not gone:
             return
-        self.counters.written -= self.block_size * len(gone)
-        if gone[-1] == table[-1]:
-            self.counters.written += len(table) * self.block_size - computed
-            self.counters.block_dropped(gone[-1])
+        counters.blocks -= len(gone)
+        counters.written -= self.block_slots * len(gone)
+        if gone[-1] == table[-1] and not self.keeps_states:
+            counters.written += len(table) * self.block_size - computed
+            counters.block_dropped(gone[-1])
+
+    def drop_behind(self, sequence: GroupTable, skipped: int) -> None:
+        """Drop the references to full blocks before entry `skipped`, which its window has left."""
+        table, held = self.get(sequence), sequence.held
+        found = min(max(held, sequence.hits), skipped)  # blocks before it were hits: they have been of use
+        for first, last, behind in ((found, skipped, True), (held, found, False)):  # the last block first
+            if self._order is not None:
+                self._order.pushes_behind = behind
+            dropped = self._blocks(table, first, last)
+            gone = self.pool.release(dropped)
+            self.counters.entries -= len(dropped)
+            self.counters.blocks -= len(gone)
+            self.counters.written -= self.block_slots * len(gone)
+        table[held:skipped] = [NULL_BLOCK] * (skipped - held)
+        sequence.held = skipped
 
     def trim(self, sequence: SequenceState) -> None:
         """Drop blocks that were allocated for a step that will not run."""
         table, keep = self.get(sequence), self.blocks_of(sequence.computed)
         if keep < len(table):
-            self.drop(table[keep:], 0)
-            del table[keep:]
+            self._drop_empty(table, keep)
 
-    def truncate(self, sequence: SequenceState, tokens: int) -> int:
-        """Keep at most the first `tokens` computed tokens. Later blocks are dropped, later slots become void.
+    def _drop_empty(self, table: list[int], keep: int) -> None:
+        unwritten = keep * self.block_size
+        self.drop(table, unwritten, keep)
+        del table[keep:]
 
-        A shared partial last block is dropped whole, because the other sequences still need its slots. Returns the
-        number of tokens kept, the new `sequence.computed`. Raises CoreError if `tokens` is out of range.
+    def kept(self, sequence: SequenceState, tokens: int) -> int:
+        """How many of the first `tokens` computed tokens `truncate` keeps: no part of a block that others need."""
+        part = tokens % self.block_size
+        return (
+            tokens - part
+            if part and self.pool.references(sequence.table[tokens // self.block_size]) > 1
+            else tokens
+        )
+
+    def truncate(self, sequence: SequenceState, tokens: int) -> None:
+        """Keep the first `tokens` computed tokens, as many as `kept` said. Later blocks are dropped, later slots become
+        void.
         """
         table, size, computed = self.get(sequence), self.block_size, sequence.computed
-        if not 0 <= tokens <= computed:
-            raise CoreError(f"{sequence}: cut to {tokens} tokens, it has {computed}")
-        if tokens == computed:
-            return tokens
-        if tokens % size and self.pool.references(table[tokens // size]) > 1:
-            tokens -= tokens % size
         keep = self.blocks_of(tokens)
         if keep < len(table):
-            self.drop(table[keep:], computed - keep * size)
+            self.drop(table, computed, keep)
             del table[keep:]
         sequence.cached_blocks = min(sequence.cached_blocks, tokens // size)
         if tokens % size:
             self._void_tail(sequence, tokens % size, min(size, computed - (keep - 1) * size))
-        sequence.computed = tokens
-        return tokens
 
     def _void_tail(self, sequence: SequenceState, first: int, end: int) -> None:
         """Slots `first` … `end - 1` of the last block become void, and the block leaves the prefix cache."""
         block = sequence.table[-1]
         self.pool.uncache([block])
         if end > first:
-            self.stale.append((block, first, end))
+            self.work.stale.append((block, first, end))
             self.counters.written -= end - first
 
     # -- counters ---------------------------------------------------------------------------------------------
 
-    def usage(self) -> SlotUsage:
-        """Slots by state. Any free block serves any request, so nothing is external."""
-        size, counters, pool = self.block_size, self.counters, self.pool
-        free, cached = pool.free_blocks, pool.cached_blocks
-        live = pool.num_blocks - free
-        return SlotUsage(
-            counters.written,
-            cached * size,
-            live * size - counters.written - counters.internal,
-            counters.internal,
-            0,
-            (free - cached) * size,
-            counters.entries,
-            live,
+    def check(self) -> Counter[int]:
+        """Compare the counters with a recount over the live tables; returns how often these name each block."""
+        entries = Counter(
+            block for sequence in self._live for block in self._blocks(sequence.table, sequence.held)
         )
-
-    def check(self) -> None:
-        """Compare every counter with a recount over the live tables. Call it between steps."""
-        entries = Counter(block for sequence in self._live for block in sequence.table)
-        self.pool.check(dict(entries))
         fill: dict[int, int] = {}
         for sequence in self._live:
             self._check_table(sequence)
-            for index, block in enumerate(sequence.table):
+            for index in range(sequence.held, len(sequence.table)):
+                block = sequence.table[index]
+                if not block:
+                    continue
                 here = min(self.block_size, sequence.computed - index * self.block_size)
-                fill[block] = max(fill.get(block, 0), here)
-        found = (sum(fill.values()), entries.total(), self.counters.internal)
+                fill[block] = max(fill.get(block, 0), 1 if self.keeps_states else here)
+        found = (sum(fill.values()), entries.total(), len(fill), self.counters.internal)
         if self.counters.totals() != found or not self.counters.unfillable_blocks() <= set(entries):
             raise InvariantError(
-                f"written slots, table entries, internal slots: counters {self.counters.totals()}, tables {found}"
+                f"written slots, entries, blocks, internal slots: counters {self.counters.totals()}, tables {found}"
             )
-        usage = self.usage()
-        if min(usage.reserved, usage.free) < 0 or usage.capacity != self.pool.num_blocks * self.block_size:
-            raise InvariantError(f"slot states do not add up: {usage}")
+        return entries
 
     def _check_table(self, sequence: SequenceState) -> None:
-        if len(sequence.table) != self.blocks_of(sequence.computed):
-            raise InvariantError(f"{sequence}: {len(sequence.table)} blocks for {sequence.computed} tokens")
-        if sequence.cached_blocks > sequence.computed // self.block_size:
+        table, held, computed = sequence.table, sequence.held, sequence.computed
+        if len(table) != self.blocks_of(computed):
+            raise InvariantError(f"{sequence}: {len(table)} blocks for {computed} tokens")
+        if sequence.cached_blocks > computed // self.block_size:
             raise InvariantError(
-                f"{sequence}: {sequence.cached_blocks} blocks are cached, {sequence.computed} tokens fill fewer blocks"
+                f"{sequence}: {sequence.cached_blocks} blocks are cached, {computed} tokens fill fewer blocks"
             )
+        gaps = bool(table) and not table[-1] if self.aligned else not all(table[held:])
+        if any(table[:held]) or gaps:
+            raise InvariantError(f"{sequence}: the blocks do not begin at entry {held}: {table}")
+        if held and held > (self.group.skipped(computed) if self.group else 0):
+            raise InvariantError(f"{sequence}: block {held - 1} was released, and token {computed} sees it")

@@ -8,8 +8,9 @@ table the last block.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from engine.core.errors import CoreError, OutOfBlocksError
@@ -119,6 +120,50 @@ class LruQueue:
                 else:
                     kept.append(block)
         return kept
+
+
+class EvictionOrder:
+    """Cached pages of groups: least recently released first, within a table the last block first.
+
+    Where `behind_first`, pages that a window has left come before all others: they help only a hit that ends inside of
+    the prefix. `pushes_behind` says whether the next pages are such.
+    """
+
+    def __init__(self, *, behind_first: bool) -> None:
+        self._behind: OrderedDict[int, None] = OrderedDict()
+        self._others: OrderedDict[int, None] = OrderedDict()
+        self._behind_first = behind_first
+        self.pushes_behind = False
+
+    def __len__(self) -> int:
+        return len(self._behind) + len(self._others)
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._others or page in self._behind
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self._behind
+        yield from self._others
+
+    def push(self, blocks: Sequence[int]) -> None:
+        """Add pages, in table order."""
+        queue = self._behind if self.pushes_behind and self._behind_first else self._others
+        queue.update(dict.fromkeys(reversed(blocks)))
+
+    def remove(self, block: int) -> None:
+        """Remove a page, because a sequence refers to it again or it is evicted."""
+        del (self._behind if block in self._behind else self._others)[block]
+
+    def pop(self, count: int) -> list[int]:
+        """Remove and return the next `count` pages to evict."""
+        victims = list(islice(self, count))
+        for page in victims:
+            self.remove(page)
+        return victims
+
+    def blocks(self) -> list[int]:
+        """All pages in order of eviction."""
+        return list(self)
 
 
 Blocks = OrderedDict[int, None]

@@ -6,25 +6,37 @@ one group at a time. A chunk without content belongs to nobody, so memory moves 
 Source: Jenga (Zhang et al., SOSP 2025): a compatible page with small pages nested in it, and small pages of
 one large page given to one request first, so that it becomes free as a whole when the request ends. The order in which
 pages are taken is our reading of it: empty pages of other requests are used before content is evicted.
+
+A page is named by a number that no other group has: the first number of its group, and its place. A cached page is
+evicted when its bytes are needed, by its own group or by another.
 """
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from operator import add
 
-from engine.core.errors import CoreError, InvariantError
+from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
+from engine.core.identity import BlockHash
+from engine.core.memory.block_pool import UNKNOWN_ORIGIN, BlockOrigin, CacheEvent, HashIndex
+from engine.core.memory.eviction import EvictionOrder
 from engine.core.memory.group_layout import GroupLayout
-from engine.core.memory.group_memory import MemoryPages
 from engine.core.options import GroupPages, Retention
 
 
-class ChunkPages(MemoryPages):
-    """`count` chunks. A page is taken from, in this order:
+class ChunkPages:
+    """Pages of all groups in one memory of `count` chunks. The methods are those of `PoolPages` and of a pool.
+
+    `counts` says how many pages of each group the whole memory would hold. A page is taken from, in this order:
 
     an empty page in a chunk of the same request, a free chunk, an empty page of the group anywhere, a chunk without
     references (the one that was released first loses its cached pages), the group's cached page to evict.
 
     Raises CoreError for other layouts.
     """
+
+    events: list[CacheEvent] | None = None  # none are kept
 
     def __init__(
         self,
@@ -36,7 +48,18 @@ class ChunkPages(MemoryPages):
     ) -> None:
         if layout.pages is not GroupPages.lcm:
             raise CoreError(f"chunks serve lcm, not {layout.pages}")
-        super().__init__(layout, count * layout.chunk_bytes, retention=retention, behind_first=behind_first)
+        memory = count * layout.chunk_bytes
+        self.layout, self.memory = layout, memory
+        self.counts = [memory // group.page_bytes for group in layout.groups]
+        self._firsts = [1 + sum(self.counts[:index]) for index in range(len(layout.groups))]
+        self._retention = retention
+        self._refs: dict[int, int] = {}
+        self._keys: dict[int, BlockHash] = {}
+        self._index = HashIndex()
+        self._voided: list[int] = []
+        self.orders = [EvictionOrder(behind_first=behind_first) for _ in layout.groups]
+        self.live = [0] * len(layout.groups)
+        self.cached = [0] * len(layout.groups)
         self.chunks = count
         self._nested = [layout.chunk_bytes // group.page_bytes for group in layout.groups]
         self._free = list(range(count - 1, -1, -1))
@@ -50,10 +73,18 @@ class ChunkPages(MemoryPages):
         self._owned: dict[tuple[int, int], OrderedDict[int, None]] = {}
         self._busy = [0] * len(layout.groups)  # chunks of each group with references
 
+    @property
+    def pools(self) -> list["ChunkPages"]:
+        """Where each group releases its pages."""
+        return [self] * len(self.layout.groups)
+
+    def _group(self, page: int) -> int:
+        return bisect_right(self._firsts, page) - 1
+
     # -- where pages lie ------------------------------------------------------------------------------------
 
     def span(self, group: int, page: int) -> tuple[int, int]:
-        """See `MemoryPages.span`."""
+        """The first byte of a page in the memory, and the one behind its last."""
         size = self.layout.groups[group].page_bytes
         start = self.place(group, page) * size
         return start, start + size
@@ -71,7 +102,10 @@ class ChunkPages(MemoryPages):
         ]
 
     def fits(self, needs: Sequence[int], hits: Sequence[Sequence[int]] | None = None, spare: int = 0) -> bool:
-        """See `MemoryPages.fits`."""
+        """Whether `needs` pages of each group can be taken beside `hits`, and `spare` of `num_pages` pages stay.
+
+        `hits` are cached pages of each group that the taker refers to first; NULL_BLOCK and pages in use do not count.
+        """
         busy, live = list(self._busy), list(self.live)
         for group, pages in enumerate(hits or ()):
             revived = set(self.unreferenced(group, pages))
@@ -81,7 +115,10 @@ class ChunkPages(MemoryPages):
         return used + -(-spare * self.chunks // self.num_pages) <= self.chunks
 
     def stranded(self, needs: Sequence[int]) -> int:
-        """See `MemoryPages.stranded`: empty pages in chunks of groups that have enough of them."""
+        """Free slots without content that a request of `needs` pages cannot use where they lie, 0 if it fits.
+
+        They are empty pages in chunks of groups that have enough of them.
+        """
         if self.fits(needs):
             return 0
         lacking = self._chunks_needed(needs, self._busy, self.live)
@@ -92,7 +129,7 @@ class ChunkPages(MemoryPages):
         )
 
     def lacks_ever(self, needs: Sequence[int]) -> str | None:
-        """See `MemoryPages.lacks_ever`."""
+        """Why `needs` pages fit not even into empty memory, or None."""
         chunks = sum(-(-need // nested) for need, nested in zip(needs, self._nested, strict=True))
         if chunks <= self.chunks:
             return None
@@ -100,12 +137,12 @@ class ChunkPages(MemoryPages):
 
     # -- taking ---------------------------------------------------------------------------------------------
 
-    def _place(self, group: int, needs: Sequence[int], owner: int) -> list[int]:
+    def _place(self, group: int, count: int, needs: Sequence[int], owner: int) -> list[int]:
         lacking = self._chunks_needed(needs, self._busy, self.live)
         others = sum(lacking) - lacking[group]
         most = self._busy[group] + self.chunks - sum(self._busy) - others  # the other groups need the rest
         places: list[int] = []
-        while len(places) < needs[group]:
+        while len(places) < count:
             places.append(self._next(group, owner, may_open=self._busy[group] < most))
             self._occupy(group, places[-1])
         return [self.page(group, place) for place in places]
@@ -242,3 +279,215 @@ class ChunkPages(MemoryPages):
             whole = len(own) * nested
             if whole != self.live[group] + self.cached[group] + len(self._empty[group]):
                 raise InvariantError(f"group {group}: the {whole} places of its chunks are miscounted")
+
+    def place(self, group: int, page: int) -> int:
+        """The place of a page among those of its group."""
+        return page - self._firsts[group]
+
+    def page(self, group: int, place: int) -> int:
+        """The number of the page of a group at a place."""
+        return self._firsts[group] + place
+
+    # -- counts ---------------------------------------------------------------------------------------------
+
+    @property
+    def page_counts(self) -> tuple[int, ...]:
+        """The size of the memory, as `GroupLayout.page_counts` has it."""
+        return self.layout.page_counts(self.memory, 1, 1)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the largest kind that the memory holds."""
+        return min(self.counts)
+
+    @property
+    def live_pages(self) -> int:
+        """Pages that at least one table refers to."""
+        return sum(self.live)
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages of the prefix cache that no table refers to."""
+        return sum(self.cached)
+
+    def slots(self) -> tuple[int, int, int]:
+        """Slots of the memory, of cached pages without a reference, and of free bytes without content."""
+        sizes = [group.page_bytes // self.layout.slot_bytes for group in self.layout.groups]
+        whole = self.memory // self.layout.slot_bytes
+        cached = sum(count * size for count, size in zip(self.cached, sizes, strict=True))
+        live = sum(count * size for count, size in zip(self.live, sizes, strict=True))
+        return whole, cached, whole - cached - live
+
+    # -- pages ----------------------------------------------------------------------------------------------
+
+    def take(
+        self, needs: Sequence[int], owner: int = 0, later: Sequence[int] | None = None
+    ) -> list[list[int]]:
+        """Take `needs` pages of each group for a request; raises OutOfBlocksError, with nothing changed, if they lack.
+
+        `owner` names the request: pages that lie together are given to one request where that is possible. `later`:
+        pages that must still fit afterwards.
+        """
+        if not self.fits(needs):
+            raise OutOfBlocksError(f"{list(needs)} pages asked for, the memory has no room for them")
+        left = list(needs) if later is None else list(map(add, needs, later))
+        taken = []
+        for group, need in enumerate(needs):
+            pages = self._place(group, need, left, owner) if need else []
+            left[group] -= need
+            self._refs.update(dict.fromkeys(pages, 1))
+            self.live[group] += need
+            taken.append(pages)
+        return taken
+
+    def share(self, pages: Sequence[int]) -> int:
+        """Add a reference to each of `pages`, of one group; returns how many had none."""
+        if not pages:
+            return 0
+        group = self._group(pages[0])
+        revived = [page for page in pages if page not in self._refs]
+        if any(page not in self._keys for page in revived):
+            raise CoreError(
+                f"pages {revived} of group {group} are free and hold nothing: they cannot be shared"
+            )
+        for page in revived:
+            self.orders[group].remove(page)
+        self.cached[group] -= len(revived)
+        self.live[group] += len(revived)
+        for page in pages:
+            self._refs[page] = self._refs.get(page, 0) + 1
+        self._revived(group, revived)
+        return len(revived)
+
+    def leave(self, page: int) -> None:
+        """Drop one of several references to a page."""
+        if self.references(page) < 2:
+            raise CoreError(f"page {page} has {self.references(page)} references: it cannot be left")
+        self._refs[page] -= 1
+
+    def release(self, pages: Sequence[int]) -> list[int]:
+        """Drop a reference to each of `pages`, of one group in table order; returns those that have none now."""
+        if not pages:
+            return []
+        gone, group = [], self._group(pages[0])
+        for page in pages:
+            if page not in self._refs:
+                raise CoreError(f"page {page} of group {group} is released, but nothing refers to it")
+            self._refs[page] -= 1
+            if not self._refs[page]:
+                del self._refs[page]
+                gone.append(page)
+        self.live[group] -= len(gone)
+        if self._retention is Retention.none:
+            self._forget([page for page in gone if page in self._keys])
+        cached = [page for page in gone if page in self._keys]
+        self.cached[group] += len(cached)
+        self.orders[group].push(cached)
+        self._idled(group, cached)
+        empty = [page for page in gone if page not in self._keys]
+        self._voided += empty
+        self._emptied(group, empty)
+        return gone
+
+    def _evict(self, group: int, pages: Sequence[int]) -> None:
+        """Cached pages lose their content; a subclass notes what that means for their places."""
+        self._forget(pages)
+        for page in pages:
+            self.orders[group].remove(page)
+        self.cached[group] -= len(pages)
+        self._voided += pages
+
+    def _forget(self, pages: Sequence[int]) -> None:
+        self._index.drop([self._keys.pop(page) for page in pages], pages)
+
+    def references(self, page: int) -> int:
+        """How many tables refer to a page."""
+        return self._refs.get(page, 0)
+
+    def unreferenced(self, group: int, pages: Iterable[int]) -> list[int]:
+        """Those of `pages` that no table refers to; the null block is none."""
+        return [page for page in pages if page and page not in self._refs]
+
+    # -- the prefix cache -----------------------------------------------------------------------------------
+
+    def cache_full_blocks(
+        self, pages: Sequence[int], keys: Sequence[BlockHash], origin: BlockOrigin = UNKNOWN_ORIGIN
+    ) -> None:
+        """Enter full pages into the prefix cache under their keys; `origin` is for events, which are not kept."""
+        bad = [page for page in pages if page not in self._refs or page in self._keys]
+        if bad:
+            raise CoreError(f"page {bad[0]} cannot be cached: not in use, or in the cache already")
+        self._keys.update(zip(pages, keys, strict=True))
+        self._index.add(keys, list(pages))
+
+    def first_block(self, key: BlockHash) -> int | None:
+        """The oldest cached page with `key`, or None."""
+        return self._index.first(key)
+
+    def uncache(self, pages: Sequence[int]) -> None:
+        """Pages are about to be rewritten: remove their keys, where they have any."""
+        self._forget([page for page in pages if page in self._keys])
+
+    def find(self, keys: Sequence[BlockHash]) -> list[int]:
+        """The pages of the longest prefix of `keys` that is cached."""
+        return self._index.find(keys)
+
+    def hash_of(self, page: int) -> BlockHash | None:
+        """The key of a page, None if it is not cached."""
+        return self._keys.get(page)
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes of a page, by its number."""
+        return self.layout.groups[self._group(page)].page_bytes
+
+    def cached_by_group(self) -> list[int]:
+        """The cached pages of each group that no table refers to."""
+        return list(self.cached)
+
+    def live_duplicates(self) -> list[set[int]]:
+        """For each group the live pages that hold what another live page of it holds too; one of them is left."""
+        found: list[set[int]] = [set() for _ in self.layout.groups]
+        for key, pages in self._index.copies():
+            found[key[0]].update([page for page in pages if page in self._refs][1:])  # type: ignore[index]
+        return found
+
+    def reset(self) -> None:
+        """Empty the prefix cache. Raises CoreError, and changes nothing, while a page is in use."""
+        if self._refs:
+            raise CoreError(f"the prefix cache cannot be emptied while {self.live_pages} pages are in use")
+        for group, order in enumerate(self.orders):
+            pages = list(order)
+            self._evict(group, pages)
+            self._emptied(group, pages)
+
+    def drain_voided(self) -> list[int]:
+        """Pages whose content became void since the last call."""
+        voided, self._voided = self._voided, []
+        return voided
+
+    def check(self, entries: Mapping[int, int]) -> None:
+        """Verify references, counters, the cache, and that no two pages overlap. Raises InvariantError.
+
+        `entries` has how often the tables name each page.
+        """
+        if self._refs != dict(entries):
+            raise InvariantError("the references of the pages are not those of the tables")
+        spans = []
+        for group, order in enumerate(self.orders):
+            own = range(self._firsts[group], self._firsts[group] + self.counts[group])
+            live = [page for page in self._refs if page in own]
+            if (len(live), len(order)) != (self.live[group], self.cached[group]):
+                raise InvariantError(
+                    f"group {group}: {len(live)} live and {len(order)} cached pages were miscounted"
+                )
+            if any(page in self._refs or page not in self._keys for page in order):
+                raise InvariantError(f"group {group}: a page to be evicted is in use, or holds nothing")
+            spans += [self.span(group, page) for page in (*live, *order)]
+        if self._index.pairs() != sorted(self._keys.items()):
+            raise InvariantError("the keys of the pages and the index differ")
+        spans.sort()
+        if any(end > start for (_, end), (start, _) in pairwise(spans)):
+            raise InvariantError("two pages overlap")
+        if spans and (spans[0][0] < 0 or spans[-1][1] > self.memory):
+            raise InvariantError("a page lies outside of the memory")
+        self._check_places()

@@ -1,78 +1,35 @@
-"""The pages of groups: which pool a group takes them from, and the order in which cached ones are evicted.
+"""The pages of groups: which pool a group takes them from, which are evicted first, and where their bytes go.
 
 `PoolPages` keeps one `BlockPool` for all groups or one for each. Page numbers of all pools differ from each other.
-Beside them stand the block tables of a sequence in every group, the keys of its blocks, what a lookup found, and
-the counters, which say where every byte of the pools goes.
+`LayerGroups` is what a manager knows of several groups together: their pages, hits, and the account of their bytes.
 """
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from operator import mul
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
-from engine.core.errors import CoreError, InvariantError
-from engine.core.identity import BlockHash, BlockIdentity
+from engine.core.errors import CoreError
+from engine.core.identity import BlockHash
 from engine.core.memory.block_pool import BlockPool
-from engine.core.memory.eviction import LruQueue
+from engine.core.memory.block_tables import GroupTable
+from engine.core.memory.eviction import EvictionOrder
+from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
-from engine.core.options import GroupKind, GroupPages, Retention
+from engine.core.memory.prefix_cache import GroupHits, PrefixCache, PrefixHit
+from engine.core.options import GroupPages, Retention, WindowHits
 from engine.core.plan import SlotUsage
-from engine.core.sequence import SequenceState
-
-# The key of a cached page: its group, and the hash of the tokens up to the block's end.
-GroupKey = tuple[int, BlockHash]
+from engine.core.request import Request
+from engine.core.sequence import Group
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShare:
-    """One pool of pages: the groups that take pages from it, and the number added to its page ids."""
+    """One pool of pages, and the groups that take pages from it."""
 
     pool: BlockPool
     groups: tuple[int, ...]
-    offset: int
-
-
-class BehindFirstQueue:
-    """Eviction order that knows groups: pages behind a window first, then the least recently used.
-
-    A page that a window has left helps only a hit that ends inside of the prefix. So it is evicted before the pages
-    that a hit on the whole prefix needs. Among each other both kinds are ordered as in `LruQueue`.
-    """
-
-    def __init__(self) -> None:
-        self._behind, self._others = LruQueue(), LruQueue()
-        self._is_behind: set[int] = set()
-        self.pushes_behind = False  # whether the next pages are behind a window
-
-    def __len__(self) -> int:
-        return len(self._behind) + len(self._others)
-
-    def push(self, blocks: Sequence[int]) -> None:
-        """Add pages, in table order."""
-        if self.pushes_behind:
-            self._is_behind.update(blocks)
-            self._behind.push(blocks)
-        else:
-            self._others.push(blocks)
-
-    def remove(self, block: int) -> None:
-        """Remove a page, because a sequence refers to it again."""
-        if block in self._is_behind:
-            self._is_behind.remove(block)
-            self._behind.remove(block)
-        else:
-            self._others.remove(block)
-
-    def pop(self, count: int) -> list[int]:
-        """Remove and return the next `count` pages to evict."""
-        first = self._behind.pop(min(count, len(self._behind)))
-        self._is_behind.difference_update(first)
-        return first + self._others.pop(count - len(first))
-
-    def blocks(self) -> list[int]:
-        """All pages in order of eviction."""
-        return self._behind.blocks() + self._others.blocks()
 
 
 class PoolPages:
@@ -97,11 +54,14 @@ class PoolPages:
             raise CoreError(f"{len(counts)} numbers of pages for {len(owners)} pools")
         self.layout = layout
         self.shares: list[PoolShare] = []
-        self._queues = [BehindFirstQueue() if behind_first else None for _ in owners]
-        for count, owned, queue in zip(counts, owners, self._queues, strict=True):
-            pool = BlockPool(count, retention=retention, eviction=queue)
-            self.shares.append(PoolShare(pool, owned, sum(share.pool.num_blocks for share in self.shares)))
-        self._share_of = [index for index, owned in enumerate(owners) for _ in owned]
+        queues = [EvictionOrder(behind_first=True) if behind_first else None for _ in owners]
+        for count, owned, queue in zip(counts, owners, queues, strict=True):
+            before = sum(share.pool.num_blocks for share in self.shares)
+            pool = BlockPool(count, retention=retention, eviction=queue, offset=before)
+            self.shares.append(PoolShare(pool, owned))
+        share_of = [index for index, owned in enumerate(owners) for _ in owned]
+        self.pools = [self.shares[index].pool for index in share_of]  # of each group
+        self.orders = [queues[index] for index in share_of]
 
     # -- counts --------------------------------------------------------------------------------------------
 
@@ -142,8 +102,10 @@ class PoolPages:
         the spare pages.
         """
         if hits is not None:
-            revived = map(self.unreferenced, range(len(needs)), hits)
-            needs = [need + len(pages) for need, pages in zip(needs, revived, strict=True)]
+            needs = [
+                need + pool.unreferenced(list(filter(None, pages)))
+                for pool, need, pages in zip(self.pools, needs, hits, strict=True)
+            ]
         return not any(self._lack(share, needs, spare) for share in self.shares)
 
     def _lack(self, share: PoolShare, needs: Sequence[int], spare: int) -> bool:
@@ -174,63 +136,28 @@ class PoolPages:
 
     # -- pages ---------------------------------------------------------------------------------------------
 
-    def take(self, needs: Sequence[int], owner: int = 0) -> list[list[int]]:
+    def take(
+        self, needs: Sequence[int], owner: int = 0, later: Sequence[int] | None = None
+    ) -> list[list[int]]:
         """Take `needs` pages of each group, which must fit. The pages of a pool are alike: `owner` does not count.
 
         Raises OutOfBlocksError where they are not free; then those of earlier groups are taken.
         """
-        shares = [self.shares[index] for index in self._share_of]
-        return [
-            [block + share.offset for block in share.pool.take(need)] if need else []
-            for share, need in zip(shares, needs, strict=True)
-        ]
-
-    def share(self, group: int, pages: Sequence[int]) -> int:
-        """Add a reference to each of `pages`; returns how many had none."""
-        share = self.shares[self._share_of[group]]
-        return share.pool.share([page - share.offset for page in pages]) if pages else 0
-
-    def release(self, group: int, pages: Sequence[int], *, behind: bool = False) -> list[int]:
-        """Drop a reference to each of `pages`, in table order; returns those that have none now.
-
-        `behind`: a window has left them, and no other request has found them yet.
-        """
-        if not pages:
-            return []
-        share, queue = self.shares[self._share_of[group]], self._queues[self._share_of[group]]
-        if queue is not None:
-            queue.pushes_behind = behind
-        return [page + share.offset for page in share.pool.release([page - share.offset for page in pages])]
-
-    def references(self, group: int, page: int) -> int:
-        """How many tables refer to a page."""
-        share = self.shares[self._share_of[group]]
-        return share.pool.references(page - share.offset)
-
-    def unreferenced(self, group: int, pages: Iterable[int]) -> list[int]:
-        """Those of `pages` that no table refers to; NO_PAGE is none."""
-        share = self.shares[self._share_of[group]]
-        return [page for page in pages if page and not share.pool.references(page - share.offset)]
+        return [pool.take(need) if need else [] for pool, need in zip(self.pools, needs, strict=True)]
 
     # -- the prefix cache ----------------------------------------------------------------------------------
 
-    def cache(self, group: int, pages: Sequence[int], keys: Sequence[GroupKey]) -> None:
-        """Enter full pages into the prefix cache under their keys."""
-        share = self.shares[self._share_of[group]]
-        share.pool.cache_full_blocks([page - share.offset for page in pages], keys)
-
-    def first(self, group: int, key: GroupKey) -> int | None:
-        """The oldest cached page with `key`, or None."""
-        share = self.shares[self._share_of[group]]
-        page = share.pool.first_block(key)
-        return None if page is None else page + share.offset
+    def page_bytes(self, page: int) -> int:
+        """Bytes of a page, by its number."""
+        share = next(share for share in self.shares if page <= share.pool.offset + share.pool.num_blocks)
+        return self.layout.groups[share.groups[0]].page_bytes
 
     def live_duplicates(self) -> list[set[int]]:
         """For each group the live pages that hold what another live page of it holds too; one of them is left."""
         found: list[set[int]] = [set() for _ in self.layout.groups]
         for share in self.shares:
             for key, blocks in share.pool.copies():
-                live = [block + share.offset for block in blocks if share.pool.references(block)]
+                live = [block for block in blocks if share.pool.references(block)]
                 found[key[0]].update(live[1:])  # type: ignore[index]  # a key of ours
         return found
 
@@ -251,119 +178,117 @@ class PoolPages:
 
     def drain_voided(self) -> list[int]:
         """Pages whose content became void since the last call."""
-        return [block + share.offset for share in self.shares for block in share.pool.drain_voided()]
+        return [block for share in self.shares for block in share.pool.drain_voided()]
 
     def check(self, entries: Mapping[int, int]) -> None:
         """Verify each pool; `entries` has how often the tables name each page. Raises InvariantError."""
         for share in self.shares:
-            numbers = range(share.offset + 1, share.offset + share.pool.num_blocks + 1)
-            own = Counter({page - share.offset: entries[page] for page in numbers if page in entries})
-            share.pool.check(dict(own))
+            first = share.pool.offset + 1
+            numbers = range(first, first + share.pool.num_blocks)
+            share.pool.check({page: entries[page] for page in numbers if page in entries})
 
 
-# In a block table: a block that is not held, because its window has left it or a hit did not need it.
-NO_PAGE = 0
+def pages_of(
+    layout: GroupLayout,
+    counts: Sequence[int],
+    *,
+    retention: Retention = Retention.lru,
+    behind_first: bool = False,
+) -> PoolPages | ChunkPages:
+    """Empty pages of a layout; `counts` as `GroupLayout.page_counts` has them."""
+    if layout.pages is GroupPages.lcm:
+        return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
+    return PoolPages(layout, counts, retention=retention, behind_first=behind_first)
 
 
-class GroupTables(Sequence[int]):
-    """The block tables of one sequence, one for each group; as a sequence of integers, one after the other.
+class LayerGroups:
+    """What a manager knows of several groups of layers: their pages, hits, and the account of their bytes.
 
-    Entry i of a group's table is the page of tokens i x block_size and following, or NO_PAGE. `held` is the first
-    entry of each table that may be a page, `hits` and `cached` say how many leading blocks came from the prefix cache
-    and of how many it is settled whether they are in it. Below `due` computed tokens the next token needs no page and
-    leaves none behind. `checkpoints` are positions in tokens where a later prompt may resume.
+    `most_chunk` is the largest chunk of a prompt, in tokens: with it a sequence is known to hold no more of a window's
+    layers than the window and a chunk.
     """
-
-    __slots__ = ("cached", "checkpoints", "due", "groups", "held", "hits", "keys")
 
     def __init__(
         self,
-        groups: list[list[int]],
-        hits: list[int],
-        keys: "GroupKeys | None",
-        checkpoints: Sequence[int] = (),
+        pages: PoolPages | ChunkPages,
+        caches: Sequence[PrefixCache],
+        *,
+        most_chunk: int,
+        window_hits: WindowHits,
     ) -> None:
-        self.groups = groups
-        self.checkpoints = checkpoints
-        self.held = [0] * len(groups)
-        self.due = 0
-        self.hits, self.cached = hits, list(hits)
-        self.keys = keys
-
-    def __len__(self) -> int:
-        return sum(map(len, self.groups))
-
-    @overload
-    def __getitem__(self, index: int) -> int: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[int]: ...
-
-    def __getitem__(self, index: int | slice) -> int | list[int]:
-        return [page for table in self.groups for page in table][index]
-
-    def pages(self, group: int) -> list[int]:
-        """The pages that a group holds, in order."""
-        return [page for page in self.groups[group][self.held[group] :] if page]
-
-
-class GroupKeys(Sequence[BlockHash]):
-    """The keys of a request's blocks in every group. As a sequence: the public hashes of its first group.
-
-    Blocks of the prompt that others may have are keyed by their hash, all others by a number of this request alone.
-    """
-
-    def __init__(self, identity: BlockIdentity, groups: Sequence[KVGroup], number: int) -> None:
-        self._sizes = [group.block_size for group in groups]
-        self._public = {size: identity.prompt_hashes(size) for size in set(self._sizes)}
-        self._number = number
-        self._keys: list[list[GroupKey]] = [[] for _ in groups]
-
-    def __len__(self) -> int:
-        return len(self._public[self._sizes[0]])
-
-    def __getitem__(self, index: int | slice) -> BlockHash | Sequence[BlockHash]:  # type: ignore[override]
-        return self._public[self._sizes[0]][index]
-
-    def upto(self, group: int, blocks: int) -> list[GroupKey]:
-        """The keys of a group's leading blocks: at least the first `blocks`. Do not change the list."""
-        keys = self._keys[group]
-        if len(keys) < blocks:
-            public = self._public[self._sizes[group]]
-            for index in range(len(keys), blocks):
-                keys.append((group, public[index] if index < len(public) else (self._number, index)))
-        return keys
-
-
-class PrefixHit(Sequence[int]):
-    """A hit of whole match units: `pages` has for each group the leading blocks that it needs, the others NO_PAGE.
-
-    As a sequence it has one entry for each match unit, their numbers. `junction`: where a longer hit of the first
-    groups ends, in tokens; 0: there is none.
-    """
-
-    def __init__(self, units: int, pages: Sequence[list[int]], junction: int = 0) -> None:
-        self.units, self.pages, self.junction = units, pages, junction
-
-    def __len__(self) -> int:
-        return self.units
-
-    def __getitem__(self, index: int | slice) -> int | Sequence[int]:  # type: ignore[override]
-        return range(self.units)[index]
-
-
-def check_table(sequence: SequenceState, tables: GroupTables, index: int, group: KVGroup) -> None:
-    """Raise InvariantError unless the table has the blocks of its tokens, and those that the next token needs."""
-    table, held, computed = tables.groups[index], tables.held[index], sequence.computed
-    if len(table) != group.blocks(computed):
-        raise InvariantError(f"{sequence}, group {index}: {len(table)} blocks for {computed} tokens")
-    gaps = table[held:].count(NO_PAGE) if not group.aligned else int(bool(table) and not table[-1])
-    if any(table[:held]) or gaps:
-        raise InvariantError(f"{sequence}, group {index}: the pages do not begin at block {held}: {table}")
-    if held > group.skipped(computed):
-        raise InvariantError(
-            f"{sequence}, group {index}: block {held - 1} was released, and token {computed} sees it"
+        if most_chunk < 1:
+            raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")
+        self.layout, self.pages = pages.layout, pages
+        self.most_chunk = most_chunk
+        self.hits = GroupHits(pages.layout, caches, window_hits)
+        self.account = GroupAccount(pages, caches)
+        cached = any(cache.enabled for cache in caches)
+        self.aligned_tokens = next(
+            (group.block_size for group in pages.layout.groups if group.aligned and cached), 0
         )
+        self._tables = [cache.tables for cache in caches]
+        self.states = [tables for tables in self._tables if tables.keeps_states]
+        # keys of states that the step being scheduled writes
+        self.fresh_states: set[BlockHash | None] = set()
+        self.expected = [0] * len(
+            caches
+        )  # pages that the rows of the group that is being scheduled need still
+
+    @property
+    def growth(self) -> int:
+        """How often a steady sequence is looked at, in tokens: where a window may leave a block, at every one.
+
+        A prompt's last chunk leaves blocks behind at once, so even windows of whole blocks cannot be looked at less
+        often.
+        """
+        if any(group.keeps is not None for group in self.layout.groups):
+            return 1
+        return gcd(*(group.block_size for group in self.layout.groups))
+
+    def writes_state_of(self, hit: PrefixHit) -> bool:
+        """Whether the step that is being scheduled writes a state that a hit ends with.
+
+        The request waits for the next one then, as in vLLM: a row must begin with its state.
+        """
+        found = zip(self._tables, hit.pages, strict=True)
+        ends = (tables.pool.hash_of(pages[-1]) for tables, pages in found if pages)
+        return not self.fresh_states.isdisjoint(ends)
+
+    def chunk_end(self, group: Group, start: int, end: int, most: int, junction: int) -> int:
+        """Where a row of a prompt ends that begins at token `start` and may go to `end`.
+
+        It ends where an aligned state can be kept: at the end of a block, at the last one before the prompt's end, and
+        at the junction. A block longer than `most`, the largest chunk, is computed in several. Source:
+        `Scheduler._mamba_block_aligned_split` in vllm/v1/core/sched.
+        """
+        size, known = self.aligned_tokens, group.root_target
+        last = max(group.request.prompt_tokens, known - 1)
+        if start >= last:
+            return end
+        if end < last:
+            aligned = end // size * size
+            if aligned > start or size <= most:
+                end = aligned
+        stops = [(known - 1) // size * size]
+        if start % size:
+            stops.append((start // size + 1) * size)
+        if start < junction < end:
+            stops.append(start + (junction - start) // size * size)
+        return max(start, min([stop for stop in stops if start < stop < end], default=end))
+
+    def take(self, needs: Sequence[int], request: Request) -> list[list[int]]:
+        """Take pages of all groups for a request, those that its other rows need being left."""
+        self.expected = [max(0, before - now) for before, now in zip(self.expected, needs, strict=True)]
+        return self.pages.take(needs, request.request_id, self.expected)
+
+    def next_change(self, parts: Sequence[GroupTable]) -> int:
+        """After how many tokens a sequence fills the table of a group, or the window of one leaves the next block."""
+        return min(map(_next_change, self.layout.groups, parts))
+
+
+def _next_change(group: KVGroup, part: GroupTable) -> int:
+    full = len(part.table) * group.block_size
+    return full if group.keeps is None else min(full, (part.held + 1) * group.block_size + group.keeps - 1)
 
 
 class GroupWaste(NamedTuple):
@@ -398,72 +323,91 @@ class GroupUsage(SlotUsage):
     written_units: Callable[[], list[int]]
 
 
-class GroupCounters:
-    """Counters of the live tables: table entries, pages and written units of each group, and what is never filled.
+class GroupAccount:
+    """Reads the counters of all groups; nothing is changed."""
 
-    A unit is a token, or a whole state. Written units include the step that is being scheduled; a shared page counts
-    once.
-    """
+    def __init__(self, pages: PoolPages | ChunkPages, caches: Sequence[PrefixCache]) -> None:
+        self._pages, self._layout = pages, pages.layout
+        self._tables = [cache.tables for cache in caches]
+        groups, slot = pages.layout.groups, pages.layout.slot_bytes
+        self._unit_slots = [group.unit_bytes // slot for group in groups]
+        self._lost_slots = [(group.page_bytes - group.units * group.unit_bytes) // slot for group in groups]
 
-    def __init__(self, layout: GroupLayout) -> None:
-        self._groups = layout.groups
-        slot = layout.slot_bytes
-        self._unit_slots = [group.unit_bytes // slot for group in layout.groups]
-        self._lost_slots = [
-            (group.page_bytes - group.units * group.unit_bytes) // slot for group in layout.groups
+    def _live(self) -> list[int]:
+        """Pages of each group that are in use."""
+        return [tables.counters.blocks for tables in self._tables]
+
+    def usage(self, needs: Sequence[int] | None) -> GroupUsage:
+        """Slots by state, in slots of `GroupLayout.slot_bytes`.
+
+        Free pages of a pool are external where the request at the head of the queue, which `needs` so many pages of
+        each group, finds another pool full.
+        """
+        whole, cached, free = self._pages.slots()
+        token = sum(map(mul, [tables.counters.written for tables in self._tables], self._unit_slots))
+        internal = sum(map(mul, [tables.counters.internal for tables in self._tables], self._unit_slots))
+        internal += sum(map(mul, self._live(), self._lost_slots))
+        external = 0 if needs is None else self._pages.stranded(needs)
+        reserved = whole - cached - free - token - internal
+        entries, live = sum(tables.counters.entries for tables in self._tables), self._pages.live_pages
+        usage = GroupUsage(token, cached, reserved, internal, external, free - external, entries, live)
+        usage.written_units = self._written_units
+        return usage
+
+    def _written_units(self) -> list[int]:
+        cached = self._pages.cached_by_group()
+        return [
+            tables.counters.written + pages * tables.block_slots
+            for pages, tables in zip(cached, self._tables, strict=True)
         ]
-        self._are_states = [group.kind is GroupKind.state for group in layout.groups]
-        self.entries = 0
-        self.pages = [0] * len(layout.groups)
-        self.written = [0] * len(layout.groups)
-        self.unfillable = [0] * len(layout.groups)
-        self._unfillable: dict[int, tuple[int, int]] = {}  # page: group, units
 
-    def wrote(self, tokens: int) -> None:
-        """Rows write `tokens` tokens in every group; a state page counts as written when it is taken."""
-        for index, is_state in enumerate(self._are_states):
-            if not is_state:
-                self.written[index] += tokens
+    def held_bytes(self) -> tuple[int, ...]:
+        """Bytes of the pages of each group that are in use."""
+        return tuple(
+            pages * group.page_bytes for pages, group in zip(self._live(), self._layout.groups, strict=True)
+        )
 
-    def shared(self, index: int, entries: int, revived: int) -> None:
-        """A table got `entries` full pages of the cache, of which `revived` had no reference."""
-        self.entries += entries
-        self.pages[index] += revived
-        self.written[index] += revived * self._groups[index].units
+    def waste(self, usage: SlotUsage) -> GroupWaste:
+        """Where the bytes of a step go that is scheduled and not committed yet; `usage` is that of its plan."""
+        slot, groups, live = self._layout.slot_bytes, self._layout.groups, self._live()
+        padding = sum(pages * group.padding for pages, group in zip(live, groups, strict=True))
+        imbalance = sum(pages * group.imbalance for pages, group in zip(live, groups, strict=True))
+        copies = self._pages.live_duplicates()
+        duplicate = sum(
+            len(pages) * group.units * group.unit_bytes for pages, group in zip(copies, groups, strict=True)
+        )
+        behind = sum(
+            self._behind_tokens(index, copies[index]) * group.unit_bytes
+            for index, group in enumerate(groups)
+            if group.window is not None
+        )
+        return GroupWaste(
+            token=usage.token * slot - behind - duplicate,
+            behind_window=behind,
+            duplicate=duplicate,
+            reserved=usage.reserved * slot,
+            tail=usage.internal * slot - padding - imbalance,
+            padding=padding,
+            imbalance=imbalance,
+            cached=usage.cached * slot,
+            external=usage.external * slot,
+            free=usage.free * slot,
+        )
 
-    def took(self, index: int, pages: int, last: int, blocks: int, final_tokens: int) -> None:
-        """A table got new pages, the last one as its entry number `blocks`, of a sequence of `final_tokens` tokens."""
-        self.entries += pages
-        self.pages[index] += pages
-        if self._are_states[index]:
-            self.written[index] += pages
-            return
-        units = blocks * self._groups[index].block_size - final_tokens
-        if units > 0:
-            self._unfillable[last] = index, units
-            self.unfillable[index] += units
+    def _behind_tokens(self, index: int, copies: Container[int]) -> int:
+        """Tokens of a windowed group that no sequence sees any more, in the blocks where windows begin.
 
-    def dropped(self, index: int, entries: int, gone: Sequence[int], units: int) -> None:
-        """A table lost `entries` pages; those of `gone`, with `units` written units, have no reference any more."""
-        self.entries -= entries
-        self.pages[index] -= len(gone)
-        self.written[index] -= units
-        if gone and gone[-1] in self._unfillable:
-            self.unfillable[index] -= self._unfillable.pop(gone[-1])[1]
-
-    def slots(self) -> tuple[int, int]:
-        """Slots that are written, and slots of live pages that never will be."""
-        written = sum(map(mul, self.written, self._unit_slots))
-        lost = sum(map(mul, self.unfillable, self._unit_slots))
-        return written, lost + sum(map(mul, self.pages, self._lost_slots))
-
-    def check(self, entries: int, written: Sequence[int]) -> None:
-        """Compare with a recount; raises InvariantError."""
-        unfillable = [0] * len(self._groups)
-        for index, units in self._unfillable.values():
-            unfillable[index] += units
-        if (self.entries, self.written, self.unfillable) != (entries, list(written), unfillable):
-            raise InvariantError(
-                f"table entries, written units, unfillable units: counters {self.entries}, {self.written}, "
-                f"{self.unfillable}; tables {entries}, {list(written)}, {unfillable}"
-            )
+        A page counts where all of its sequences have left tokens behind, as often as the last of them. `copies` are
+        duplicates as a whole.
+        """
+        group, found = self._layout.groups[index], dict[int, list[int]]()
+        for part in self._tables[index].live:
+            held, table = part.held, part.table
+            left = part.computed - (group.window or 0) + 1 - held * group.block_size
+            if held < len(table) and left > 0:
+                found.setdefault(table[held], []).append(min(left, group.block_size))
+        return sum(
+            min(behind)
+            for page, behind in found.items()
+            if page not in copies and len(behind) == self._pages.pools[index].references(page)
+        )

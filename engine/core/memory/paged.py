@@ -1,24 +1,31 @@
 """The paged KV cache manager: block tables that grow block by block, share prefixes, and copy on write.
 
-`PagedManager` comes first. Below it are its parts: copies at forks, and swapping: all blocks of a
-preempted group are saved in host memory, completely or not at all, and come back later.
+A plain model has one group of layers. Where layers keep different things, each group has block tables of its own, and
+a block whose tokens have all left the window is released while its sequence runs.
 """
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice
+from typing import Self
 
-from engine.core.errors import CoreError, OutOfBlocksError, UnknownSequenceError
+from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
-from engine.core.memory.block_tables import BlockTables
-from engine.core.memory.eviction import EvictionQueue, KeepQueue
-from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
-from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
-from engine.core.options import Retention, SpeculationMode
+from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables
+from engine.core.memory.eviction import CheckpointRule, EvictionQueue, KeepQueue
+from engine.core.memory.group_chunks import ChunkPages
+from engine.core.memory.group_pages import LayerGroups, PoolPages
+from engine.core.memory.manager import FastForwardColumns, KVCacheManager, beyond_end, check_parents
+from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, PrefixHit, RecentHits
+from engine.core.memory.swapping import CopyAtFork, HostPool, Swapper
+from engine.core.options import Retention, SpeculationMode, WindowHits
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
+
+# Branches, their tokens, and the end of the first chunk, with which a request would be admitted.
+_Wanted = tuple[int, int, int | None]
 
 
 class PagedManager:
@@ -34,6 +41,8 @@ class PagedManager:
     * `host_blocks`: blocks of host memory for swapped groups.
     * `keep_events`, `keep_lookups`: record changes of the prefix cache (`pool.drain_events`) and lookups (`lookups`).
     * `residency`: follows a share of the blocks; None follows none.
+
+    `of` makes one for layers in groups. `caches` has the prefix cache of each group, with its tables.
     """
 
     def __init__(
@@ -54,23 +63,76 @@ class PagedManager:
     ) -> None:
         if block_size < 1:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.growth: int | None = block_size
-        self.prefix_caching = prefix_caching
-        self._deduplicate = deduplicate
         new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         self.keeping = eviction if isinstance(eviction, KeepQueue) else None
-        self.tables = BlockTables(self.pool, block_size)
-        self.prefix_cache = PrefixCache(self.tables, prefix_caching, deduplicate, copying=copy_at_fork)
-        self.swapper = Swapper(self.tables, self.prefix_cache, HostPool(host_blocks))
-        self._copying = CopyAtFork(self.tables) if copy_at_fork else None
-        self._keeps_beams = keeps_beams
+        self._deduplicate, self._keeps_beams = deduplicate, keeps_beams
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
+        tables = BlockTables(self.pool, block_size)
+        self._set_up([PrefixCache(tables, prefix_caching, deduplicate)], num_blocks, block_size, host_blocks)
+        self.prefix_caching = prefix_caching
+        self._copying = CopyAtFork(tables, self.pool) if copy_at_fork else None
+
+    def _set_up(self, caches: list[PrefixCache], num_blocks: int, block_size: int, host_blocks: int) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.growth: int | None = block_size
+        self.groups: LayerGroups | None = None
+        self.caches = caches
+        self.prefix_cache, self.tables = caches[0], caches[0].tables
+        self.work = BlockWork()
+        for cache in caches:
+            cache.tables.work = self.work
+        self.swapper = Swapper(caches, HostPool(host_blocks))
         self.recent_hits = RecentHits()
         self._looked_up: dict[Group, LookupRecord] = {}  # the last lookup, until its group is admitted
+        self._numbers = 0  # that private blocks may have, given out so far
+
+    @classmethod
+    def of(
+        cls,
+        pages: PoolPages | ChunkPages,
+        *,
+        most_chunk: int,
+        prefix_caching: bool = True,
+        window_hits: WindowHits = WindowHits.window,
+        retention_interval: int | None = 0,
+        host_slots: int = 0,
+    ) -> Self:
+        """A manager of layers in groups, over `pages`; see `LayerGroups`. `host_slots`: host memory for swapped groups.
+
+        `retention_interval`: what of windows and states stays in the prefix cache, see `CheckpointRule`.
+        `block_size` is the match unit then, `num_blocks` the pages of all pools. Draft tokens are refused beside
+        states, which cannot be taken back, and requests that share their outputs. Nothing is fast-forwarded: a decode
+        step can release a block behind a window, and then a request that waits may fit.
+        """
+        layout = pages.layout
+        manager = cls.__new__(cls)
+        manager.residency = manager.keeping = manager.lookups = manager._copying = None
+        manager._deduplicate = manager._keeps_beams = False
+        caches, rule = [], CheckpointRule(retention_interval, layout.match_unit)
+        for index, group in enumerate(layout.groups):
+            keeps = partial(rule.kept, group, group.hit_blocks(window_hits))
+            tables = BlockTables(pages.pools[index], group.block_size, group, pages.orders[index])
+            cache = PrefixCache(tables, prefix_caching, index=index, unit=layout.match_unit, keeps=keeps)
+            caches.append(cache)
+        manager._set_up(caches, pages.num_pages, layout.match_unit, host_slots)
+        manager.prefix_caching = prefix_caching
+        manager.groups = LayerGroups(pages, caches, most_chunk=most_chunk, window_hits=window_hits)
+        manager.growth = manager.groups.growth
+        return manager
+
+    def _parts(self, sequence: SequenceState) -> Sequence[SequenceState]:
+        """What a sequence has in each group: of a plain model, the sequence itself."""
+        if self.groups is None:
+            return (sequence,)
+        return self._of(sequence).of
+
+    def _of(self, sequence: SequenceState) -> GroupTables:
+        tables = sequence.table
+        if not isinstance(tables, GroupTables):
+            raise UnknownSequenceError(f"{sequence} holds no pages: never admitted, or released before")
+        return tables
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -79,24 +141,43 @@ class PagedManager:
 
         A forked child with draft tokens needs more beside its parent.
         """
-        blocks = self._blocks(request, request.width, request.final_kv_tokens)
         speculation = request.speculation
-        if speculation and speculation.mode is SpeculationMode.fork and request.output_tokens > 1:
-            blocks += 1 if self._copying is None else blocks
-        if blocks <= self.num_blocks:
-            return None
-        return f"needs {blocks} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
+        drafted = speculation is not None and request.output_tokens > 1
+        needs = [
+            self._blocks(tables, request, request.width, request.final_kv_tokens) for tables in self._tables()
+        ]
+        if drafted and speculation and speculation.mode is SpeculationMode.fork:
+            needs = [need + (1 if self._copying is None else need) for need in needs]
+        if self.groups is None:
+            if needs[0] <= self.num_blocks:
+                return None
+            return f"needs {needs[0]} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
+        if request.identity is not None and request.identity.shares_outputs:
+            return "shares its outputs through the prefix cache, which a cache with groups does not serve"
+        if drafted and self.groups.states:
+            return "has draft tokens, which a state cannot take back"
+        return self.groups.pages.lacks_ever(needs)
 
-    def _blocks(self, request: Request, width: int, tokens: int) -> int:
-        """Blocks of `width` branches with `tokens` tokens each. Branches share only the full blocks of their prompt."""
-        shared = request.prompt_tokens // self.block_size if width > 1 and self._copying is None else 0
-        return shared + width * (-(-tokens // self.block_size) - shared)
+    def _tables(self) -> list[BlockTables]:
+        return [cache.tables for cache in self.caches]
 
-    def lookup(self, group: Group) -> list[int]:
+    def _blocks(self, tables: BlockTables, request: Request, width: int, tokens: int) -> int:
+        """The most blocks of `width` branches with `tokens` tokens each; they share full blocks of the prompt alone."""
+        whole = most = tables.blocks_of(tokens)
+        if tables.group is not None and self.groups is not None:
+            most = tables.group.most_blocks(tokens, self.groups.most_chunk)
+        if width == 1:
+            return most
+        shared = request.prompt_tokens // tables.block_size if self._copying is None else 0
+        return min(shared + width * (whole - shared), width * most)
+
+    def lookup(self, group: Group) -> Sequence[int]:
         """Blocks of the longest cached prefix. At least one token is left to compute.
 
         It changes no block. Where lookups are kept, the last one before an admission is noted in `lookups`.
         """
+        if self.groups is not None:
+            return self.groups.hits.find(group)
         asked = (group.root_target - 1) // self.block_size
         hits, missed = self.prefix_cache.find(group, asked)
         if self.lookups is not None and self.prefix_cache.serves(group.request):
@@ -111,90 +192,229 @@ class PagedManager:
         tokens: int | None = None,
         chunk_end: int | None = None,
     ) -> bool:
-        """Whether all known tokens of all branches (or the first `tokens`) fit. Hits that are free now count too."""
-        pool = self.pool
+        """Whether all known tokens of all branches (or the first `tokens`) fit. Hits that are free now count too.
+
+        With groups the first chunk, which ends at `chunk_end`, must fit too, with the blocks that its windows leave.
+        """
+        width, whole = group.width, group.tokens
         if tokens is not None and tokens < group.root_target:
-            need = self.tables.blocks_of(tokens)
-        else:
-            need = self._blocks(group.request, group.width, group.tokens)
+            width, whole = 1, tokens
+        if self.groups is not None:
+            return self._can_admit_groups(self.groups, group, hits, spare_blocks, (width, whole, chunk_end))
+        pool, need = self.pool, self._blocks(self.tables, group.request, width, whole)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
+    def _can_admit_groups(
+        self, groups: LayerGroups, group: Group, hits: Sequence[int], spare: int, wanted: _Wanted
+    ) -> bool:
+        hit = self._hit_of(groups, hits)
+        if groups.writes_state_of(hit):
+            return False
+        width, whole, chunk_end = wanted
+        start = len(hits) * self.block_size
+        end = min(whole, group.root_target, start + groups.most_chunk if chunk_end is None else chunk_end)
+        lasting: list[int] = []
+        at_once: list[int] = []
+        for tables in self._tables():
+            if tables.aligned:  # the state that the first chunk ends with
+                lasting.append(width)
+                at_once.append(1)
+                continue
+            had = start // tables.block_size
+            lasting.append(max(0, self._blocks(tables, group.request, width, whole) - had))
+            at_once.append(max(0, tables.blocks_of(end) - had))
+        return all(groups.pages.fits(needs, hit.pages, spare) for needs in (lasting, at_once))
+
+    @staticmethod
+    def _hit_of(groups: LayerGroups, hits: Sequence[int]) -> PrefixHit:
+        if isinstance(hits, PrefixHit):
+            return hits
+        if len(hits):
+            raise CoreError("a cache with groups is given hits that its lookup did not return")
+        return groups.hits.nothing()
+
     def admit(self, group: Group, hits: Sequence[int]) -> None:
-        """Open a table with the hits. They get a reference first, so that the request cannot evict its own hits."""
+        """Open tables with the hits. They get a reference first, so that the request cannot evict its own hits."""
         (root,) = group.sequences
-        counters = self.tables.counters
-        if hits:
-            counters.written += self.pool.share(hits) * self.block_size
-            counters.entries += len(hits)
+        parts: Sequence[SequenceState] = (root,)
+        if self.groups is None:
+            self.tables.open_hits(root, list(hits))
+        else:
+            hit = self._hit_of(self.groups, hits)
+            found = hit.pages
+            root.table = GroupTables([GroupTable(root, len(pages), hit.junction) for pages in found])
+            parts = root.table.of
+            for tables, part, pages in zip(self._tables(), root.table.of, found, strict=True):
+                part.held = next((place for place, page in enumerate(pages) if page), len(pages))
+                tables.open_hits(part, list(pages))
         root.computed = len(hits) * self.block_size
-        self.prefix_cache.adopt(group, root, len(hits))
-        self.tables.open(root, list(hits))
+        if served := self.prefix_cache.serves(group.request):
+            private = group.private[-1] if group.private else self._new_numbers(group.request)
+            for cache, own in zip(self.caches, parts, strict=True):
+                cache.adopt(group, own, len(own.table), private)
         if self.lookups is not None and group in self._looked_up:
             self.lookups.append(self._looked_up.pop(group))
-        if self.prefix_cache.serves(group.request):
-            self.recent_hits.note(group.tokens, len(hits) * self.block_size)
+        if served:
+            self.recent_hits.note(group.tokens, root.computed)
+
+    def _new_numbers(self, request: Request) -> int:
+        """Numbers for the blocks of a request: as many for the prompt as for each branch, all that it could need."""
+        first = self._numbers
+        self._numbers += (1 + request.width) * request.final_kv_tokens
+        return first
 
     # -- growth --------------------------------------------------------------------------------------------
 
     def can_extend(self, rows: Sequence[ScheduledRow]) -> bool:
-        """Whether enough blocks are free for all new blocks and all copies of shared last blocks that `rows` need."""
+        """Whether enough blocks are free for all new blocks and all copies of shared last blocks that `rows` need.
+
+        With groups it releases what the windows of the sequences have left.
+        """
+        if self.groups is not None:
+            return self._can_extend_groups(self.groups, rows)
         size, need, request = self.block_size, 0, rows[0].sequence.request
         for sequence, query_len, _, _ in rows:
             need -= (-sequence.computed - query_len) // size + len(sequence.table)
         if self._copying is not None:
             need += self._copying.blocks_needed(request)
         elif request.width > 1 or request.speculation is not None:
-            need += self._tail_copies(rows)
+            need += self.tables.copies_needed([row.sequence for row in rows])
         return need <= 0 or need <= self.pool.free_blocks
 
-    def _tail_copies(self, rows: Sequence[ScheduledRow]) -> int:
-        """Copies of shared partial last blocks: each writer copies, but the last one to refer to it writes in place."""
-        tails = [row.sequence.table[-1] for row in rows if row.sequence.computed % self.block_size]
-        return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
+    def _can_extend_groups(self, groups: LayerGroups, rows: Sequence[ScheduledRow]) -> bool:
+        """Blocks behind windows are released at once where more are needed, also if the sequence is preempted then: so
+        the order of eviction is vLLM's, whose `allocate_slots` calls `remove_skipped_blocks` before it counts what is
+        free.
+        """
+        for row in rows:
+            self._release_behind(row.sequence)
+        ends = [row.sequence.computed + row.query_len for row in rows]
+        groups.expected = []
+        for tables, *parts in zip(self._tables(), *(self._parts(row.sequence) for row in rows), strict=True):
+            pairs = list(zip(parts, ends, strict=True))
+            lacking = sum(tables.lacking(part.table, end) for part, end in pairs)
+            tails = [part.table[-1] for part, end in pairs if tables.writes_tail(part, end)]
+            groups.expected.append(lacking + tables.copies_of(tails))
+        return groups.pages.fits(groups.expected)
 
     def extend(self, row: ScheduledRow) -> int:
         """Allocate blocks for the row's tokens, and copy a shared partial last block. Returns how many blocks.
 
-        Raises CoreError, and changes nothing, beyond the last token that the sequence computes.
+        With groups it first releases what the windows have left. Raises CoreError, and changes nothing, beyond the last
+        token that the sequence computes.
         """
         sequence, query_len, _, drafts = row
         start, size, tables = sequence.computed, self.block_size, self.tables
-        if start + query_len > sequence.request.final_kv_tokens:
-            raise beyond_end(sequence, start + query_len)
+        end = start + query_len
+        if end > sequence.request.final_kv_tokens:
+            raise beyond_end(sequence, end)
+        if self.groups is not None:
+            return self._extend_groups(self.groups, row)
         if self._deduplicate:
             self.prefix_cache.deduplicate(sequence)
         taken = self._copying.copy_tables(sequence.request) if self._copying is not None else 0
-        end, table = start + query_len, tables.get(sequence)
+        table = tables.get(sequence)
         if start % size and self.pool.references(table[-1]) > 1:
-            tables.copy_tail(sequence, table)
+            tables.copy_tail(sequence, self.pool.take_one())
             taken += 1
         lacking = -(-end // size) - len(table)
-        if lacking > 0:
-            tables.append(sequence.request, table, lacking)
+        if lacking == 1:
+            tables.append_one(sequence.request, table, self.pool.take_one())
+            taken += 1
+        elif lacking > 0:
+            tables.append(sequence.request, table, self.pool.take(lacking))
             taken += lacking
         tables.counters.written += query_len
         self.prefix_cache.cache_full(sequence, (end - drafts) // size)
         return taken
 
+    def _extend_groups(self, groups: LayerGroups, row: ScheduledRow) -> int:
+        """What is generated is private, and cached when the sequence leaves it."""
+        sequence, request = row.sequence, row.sequence.request
+        end = sequence.computed + row.query_len
+        taken = self._grow(groups, sequence, end)
+        certain = min(end - row.drafts, request.prompt_tokens)
+        for cache, part in zip(self.caches, self._parts(sequence), strict=True):
+            cache.tables.wrote(row.query_len)
+            before = part.cached_blocks
+            cache.cache_upto(part, certain)
+            if cache.tables.keeps_states:
+                written = filter(None, part.table[before : part.cached_blocks])
+                groups.fresh_states.update(set(map(cache.tables.pool.hash_of, written)) - {None})
+        return taken
+
+    def _grow(self, groups: LayerGroups, sequence: SequenceState, end: int) -> int:
+        """Take the pages of a sequence for tokens up to `end` from all groups at once, copies of shared ones too."""
+        self._release_behind(sequence)
+        tables = self._of(sequence)
+        copies, needs = [], []
+        for cache, part in zip(self.caches, tables.of, strict=True):
+            copies.append(cache.tables.shares_tail(part, end))
+            needs.append(copies[-1] + cache.tables.lacking(part.table, end))
+        if any(needs):
+            for cache, part, copied, pages in zip(
+                self.caches, tables.of, copies, groups.take(needs, sequence.request), strict=True
+            ):
+                if copied:
+                    cache.tables.copy_tail(part, pages.pop(0))
+                if pages:
+                    cache.tables.append_upto(part, pages, end)
+        tables.due = groups.next_change(tables.of)
+        return sum(needs)
+
+    def _release_behind(self, sequence: SequenceState) -> None:
+        """Release the blocks that the next token does not see; full ones stay in the prefix cache."""
+        start = sequence.computed
+        for cache, part in zip(self.caches, self._of(sequence).of, strict=True):
+            group = cache.tables.group
+            if group is None or group.keeps is None:
+                continue
+            skipped = min(group.skipped(start), len(part.table))
+            if skipped > part.held:
+                whole = start // self.block_size * self.block_size // group.block_size
+                cache.cache_full(part, min(skipped, whole))
+                cache.tables.drop_behind(part, skipped)
+
+    def chunk_end(
+        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
+    ) -> int:
+        """With groups, where a state can be kept. See `KVCacheManager.chunk_end`."""
+        if self.groups is None or not self.groups.aligned_tokens:
+            return end
+        part = self._of(group.sequences[0]).of[0] if hits is None else self._hit_of(self.groups, hits)
+        return self.groups.chunk_end(group, start, end, most, part.junction)
+
     def can_append(self, group: Group) -> bool:
-        """Whether every branch of a steady group can have one more block."""
-        return len(group.sequences) <= self.pool.free_blocks
+        """Whether every branch of a steady group can have what its next token needs. Releases as `can_extend` does."""
+        if self.groups is None:
+            return len(group.sequences) <= self.pool.free_blocks
+        if all(sequence.computed < self._of(sequence).due for sequence in group.sequences):
+            return True
+        return self._can_extend_groups(
+            self.groups, [ScheduledRow(sequence, 1, True) for sequence in group.sequences]
+        )
 
     def append(self, group: Group) -> int:
-        """Append a block to every branch of a steady group, whose last blocks are full.
+        """Append a block to every branch of a steady group, whose last blocks are full; returns how many blocks.
 
-        Raises CoreError, and changes nothing, beyond the last token that the group computes.
+        With groups a branch takes what it lacks. Raises CoreError, and changes nothing, beyond the last token that the
+        group computes.
         """
-        tables, request, sequences = self.tables, group.request, group.sequences
-        end = len(sequences[0].table) * self.block_size + 1
+        request, sequences = group.request, group.sequences
+        if self.groups is not None:
+            end = sequences[0].computed + 1
+            if end > request.final_kv_tokens:
+                raise beyond_end(sequences[0], end)
+            return sum(self._grow(self.groups, each, end) for each in sequences if end > self._of(each).due)
+        tables, end = self.tables, len(sequences[0].table) * self.block_size + 1
         if end > request.final_kv_tokens:
             raise beyond_end(sequences[0], end)
         for sequence in sequences:
             table = tables.get(sequence)
             if self._deduplicate:
                 self.prefix_cache.deduplicate(sequence)
-            tables.append_one(request, table)
+            tables.append_one(request, table, self.pool.take_one())
         return len(sequences)
 
     def advance(self, calendar: DecodeCalendar) -> None:
@@ -203,7 +423,8 @@ class PagedManager:
         Other requests hit these blocks in the same step, as they do those of prompts. Blocks of private outputs are
         cached when they are released: only their own request could find them.
         """
-        self.tables.counters.written += calendar.rows
+        for cache in self.caches:
+            cache.tables.wrote(calendar.rows)
         if not calendar.sharing:
             return
         for group in calendar.due(1):
@@ -215,10 +436,15 @@ class PagedManager:
 
     def fork(self, parent: SequenceState, children: Sequence[SequenceState]) -> None:
         """Let children share the parent's blocks. A partial last block is copied when a branch writes to it."""
-        table = self.tables.get(parent)
+        parts = self._parts(parent)
         for child in children:
-            child.block_hashes, child.cached_blocks = parent.block_hashes, parent.cached_blocks
-            self.tables.open(child, self.tables.share_table(table))
+            if self.groups is not None:
+                tables = self._of(parent)
+                copies = [GroupTable(child, part.hits, part.junction) for part in tables.of]
+                child.table = GroupTables(copies, tables.due)
+            for cache, part, own in zip(self.caches, parts, self._parts(child), strict=True):
+                part.branch = parent.branch  # that of a root is settled when it forks
+                cache.tables.fork(part, own)
             if self._copying is not None:
                 self._copying.add(child)
 
@@ -227,72 +453,130 @@ class PagedManager:
         check_parents(branches, parents)
         if self._keeps_beams:
             return
-        tables = [self.tables.get(branch) for branch in branches]
-        cached = [branch.cached_blocks for branch in branches]
-        taken_over: set[int] = set()
-        for branch, parent in zip(branches, parents, strict=True):
-            branch.cached_blocks = cached[parent]
-            if parent not in taken_over:
-                branch.table = tables[parent]
-                taken_over.add(parent)
-                continue
-            branch.table = self.tables.share_table(tables[parent])
-            if self._copying is not None:
-                self._copying.add(branch)
-        for index, table in enumerate(tables):
-            if index not in taken_over:
-                self.tables.drop(table, branches[0].computed)
+        for tables, *parts in zip(self._tables(), *map(self._parts, branches), strict=True):
+            for branch in tables.reparent(parts, parents):
+                if self._copying is not None:
+                    self._copying.add(branch)
 
     def promote(self, sequence: SequenceState, child: SequenceState) -> None:
         """Release the blocks of `sequence` and give it the table of `child`."""
         self._release_table(sequence)
-        sequence.computed, sequence.cached_blocks = child.computed, child.cached_blocks
-        sequence.block_hashes = child.block_hashes
-        self.tables.move_table(child, sequence)
+        sequence.computed = child.computed
+        if self.groups is None:
+            self.tables.take_over(child, sequence)
+            return
+        tables = self._of(child)
+        for part in tables.of:
+            part.sequence, part.branch = sequence, sequence.branch
+        sequence.table, child.table = tables, ()
 
     def truncate(self, sequence: SequenceState, tokens: int) -> int:
-        """Keep at most `tokens` computed tokens; returns how many are kept (see `BlockTables.truncate`)."""
-        return self.tables.truncate(sequence, tokens)
+        """Keep at most the first `tokens` computed tokens. Later blocks are dropped, later slots become void.
+
+        A shared partial last block is dropped whole, because the other sequences still need its slots. Returns the
+        number of tokens kept, the new `sequence.computed`. Raises CoreError if `tokens` is out of range, or where a
+        window or a state cannot be brought back.
+        """
+        computed, caches = sequence.computed, self.caches
+        parts = self._parts(sequence)
+        tables = [cache.tables for cache in caches]
+        tables[0].get(parts[0])
+        if not 0 <= tokens <= computed:
+            raise CoreError(f"{sequence}: cut to {tokens} tokens, it has {computed}")
+        if tokens == computed:
+            return tokens
+        kept, wanted = tokens, tokens + 1
+        while kept < wanted:
+            wanted = kept
+            kept = min(each.kept(part, kept) for each, part in zip(tables, parts, strict=True))
+        for each, part in zip(tables, parts, strict=True):
+            if each.keeps_states or (each.group and each.group.skipped(kept) < part.held):
+                raise CoreError(
+                    f"{sequence}: cut to {kept} tokens; what a window or a state has left cannot come back"
+                )
+        for each, part in zip(tables, parts, strict=True):
+            each.truncate(part, kept)
+        sequence.computed = kept
+        return kept
 
     def release(self, sequence: SequenceState) -> None:
-        """Drop all references. In the cache, the first blocks of the table are evicted last."""
-        self.prefix_cache.cache_computed(sequence)
+        """Drop all references, group by group. In the cache, the first blocks of a table are evicted last."""
+        self._cache_computed(sequence)
         self._release_table(sequence)
+
+    def _cache_computed(self, sequence: SequenceState) -> None:
+        if self.groups is None:
+            self.prefix_cache.cache_computed(sequence)
+            return
+        for cache, part in zip(self.caches, self._parts(sequence), strict=True):
+            cache.cache_computed(part)
 
     def _release_table(self, sequence: SequenceState) -> None:
         if self._copying is not None:
             self._copying.forget(sequence)
-        self.prefix_cache.forget(sequence)
         if self.keeping is not None:
             self.keeping.owner = sequence.request
-        self.tables.close(sequence)
+        if self._deduplicate:
+            self.prefix_cache.forget(sequence)
+        for cache, part in zip(self.caches, self._parts(sequence), strict=True):
+            cache.tables.close(part)
+        sequence.table = []
 
     # -- making room ---------------------------------------------------------------------------------------
 
     def preempt(self, group: Group) -> None:
         """Release all blocks of the group. The next lookup finds again what is still cached."""
         for sequence in group.sequences:
-            self.prefix_cache.cache_computed(sequence)
-        self.prefix_cache.remember_private_blocks(group)
+            self._cache_computed(sequence)
+        root = self._parts(group.sequences[0])
+        if (
+            any(part.cached_blocks > len(part.block_hashes) for part in root)
+            and root[0].private not in group.private
+        ):
+            group.private.append(root[0].private)
         for sequence in reversed(group.holders):
             self._release_table(sequence)
 
+    def _by_group(self, group: Group) -> list[Sequence[SequenceState]]:
+        """What the sequences have, by group of layers."""
+        return list(zip(*map(self._parts, group.sequences), strict=True))
+
+    def _sizes(self) -> list[int]:
+        """Host memory of a block of each group."""
+        if self.groups is None:
+            return [1]
+        return [self.groups.layout.page_slots(index) for index in range(len(self.caches))]
+
     def can_swap_out(self, group: Group) -> bool:
         """Whether host memory has room for the whole group."""
-        return self.swapper.can_swap_out(group)
+        return self.swapper.can_swap_out(self._by_group(group), self._sizes())
 
     def swap_out(self, group: Group) -> None:
-        """Save the whole group in host memory."""
-        self.swapper.swap_out(group)
+        """Save the whole group in host memory, without what its windows have left."""
+        for sequence in group.sequences if self.groups is not None else ():
+            self._release_behind(sequence)
+        self.swapper.swap_out(group, self._by_group(group), self._sizes())
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether the group's blocks and those of its next step fit, with `spare_blocks` left over."""
         copies = None if self._copying is None else self._copying.blocks_needed(group.request)
-        return self.swapper.blocks_needed(group, copies) + spare_blocks <= self.pool.free_blocks
+        needs = self.swapper.blocks_needed(group, self._by_group(group), copies)
+        if self.groups is not None:
+            return self.groups.pages.fits(needs, None, spare_blocks)
+        return needs[0] + spare_blocks <= self.pool.free_blocks
 
     def swap_in(self, group: Group) -> None:
         """Bring the whole group back."""
-        self.swapper.swap_in(group)
+        counts = self.swapper.saved_blocks(group)
+        if self.groups is None:
+            taken = [self.pool.take(counts[0])]
+        else:
+            self.groups.expected = [0] * len(counts)
+            taken = self.groups.take(counts, group.request)
+        parts, private = self._by_group(group), self._new_numbers(group.request)
+        for part in (part for own in parts for part in own):
+            part.private = private
+        self.swapper.swap_in(group, parts, taken)
 
     def forget_swapped(self, group: Group) -> None:
         """Free the host blocks of a swapped group that will not come back."""
@@ -300,16 +584,21 @@ class PagedManager:
 
     def reset_prefix_cache(self) -> None:
         """Empty the prefix cache; raises CoreError, with nothing changed, while a block is in use."""
-        self.pool.reset()
+        if self.groups is None:
+            self.pool.reset()
+        else:
+            self.groups.pages.reset()
 
     # -- fast-forward --------------------------------------------------------------------------------------
 
     def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
-        """How many decode steps, at least 1 and at most `steps`, can run with the free blocks.
+        """How many decode steps, at least 1 and at most `steps`, can run with the free blocks; with groups always 1.
 
         The first step is scheduled already. Every row needs one block per `block_size` steps. So full rounds of
         `block_size` steps are counted at once, and only the last round is counted step by step.
         """
+        if self.groups is not None:
+            return 1
         size, free_blocks = self.block_size, self.pool.free_blocks
         rounds = min(free_blocks // max(1, calendar.rows), (steps - 1) // size)
         allowed, left = 1 + rounds * size, free_blocks - rounds * calendar.rows
@@ -321,7 +610,12 @@ class PagedManager:
         return allowed
 
     def fast_forward(self, calendar: DecodeCalendar, steps: int, first: SlotUsage) -> FastForwardColumns:
-        """Allocate the blocks of `steps` decode steps except the first, in the same order as single steps do."""
+        """Allocate the blocks of `steps` decode steps except the first, in the same order as single steps do.
+
+        Raises CoreError with groups.
+        """
+        if self.groups is not None:
+            raise CoreError(f"{steps} steps at once: a cache with groups takes one step at a time")
         taken = []
         pool, counters = self.pool, self.tables.counters
         for step in range(1, steps):
@@ -333,29 +627,50 @@ class PagedManager:
         pool.drain_voided()  # blocks evicted during the fast-forward; the columns count them
         return FastForwardColumns.of(first, steps - 1, self.block_size, taken)
 
+    # -- what a step tells ---------------------------------------------------------------------------------
+
     def usage(self, head: Request | None) -> SlotUsage:
-        """Slots by state. Any free block serves any request, so nothing is external."""
-        return self.tables.usage()
+        """Slots by state. In one pool any free block serves any request, so nothing is external.
+
+        With groups: in slots of `layout.slot_bytes`; free pages of a pool are external where another is full.
+        """
+        if self.groups is not None:
+            needs = None
+            if head is not None:
+                needs = [self._blocks(tables, head, 1, head.prompt_tokens) for tables in self._tables()]
+            return self.groups.account.usage(needs)
+        size, counters, pool = self.block_size, self.tables.counters, self.pool
+        free, cached = pool.free_blocks, pool.cached_blocks
+        live = pool.num_blocks - free
+        return SlotUsage(
+            counters.written,
+            cached * size,
+            live * size - counters.written - counters.internal,
+            counters.internal,
+            0,
+            (free - cached) * size,
+            counters.entries,
+            live,
+        )
 
     def drain_copies(self) -> CopyList:
-        """(source, destination) copies of blocks to run before the next forward pass."""
-        copies, self.tables.copies = self.tables.copies, []
+        """(source, destination) copies of blocks to run before the next forward pass.
+
+        The step is planned: states that it writes can be hit from now on.
+        """
+        if self.groups is not None:
+            self.groups.fresh_states.clear()
+        copies, self.work.copies = self.work.copies, []
         return copies
 
     def drain_frees(self) -> list[int]:
         """Blocks that were released without a hash, and evicted blocks."""
-        return self.pool.drain_voided()
+        return self.pool.drain_voided() if self.groups is None else self.groups.pages.drain_voided()
 
     def drain_stale(self) -> StaleList:
         """Slots (block, first, end) of blocks in use that became void."""
-        stale, self.tables.stale = self.tables.stale, []
+        stale, self.work.stale = self.work.stale, []
         return stale
-
-    def chunk_end(
-        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
-    ) -> int:
-        """As far as it may go."""
-        return end
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, (host, device) blocks to bring back."""
@@ -365,160 +680,21 @@ class PagedManager:
         return swaps
 
     def check(self) -> None:
-        """Compare every counter with a recount over the live tables. Call it between steps."""
-        self.tables.check()
+        """Compare every counter with a recount over the live tables. Call it between steps. Raises InvariantError."""
+        entries: Counter[int] = Counter()
+        for cache in self.caches:
+            entries += cache.tables.check()
+        usage = self.usage(None)
+        if self.groups is None:
+            self.pool.check(dict(entries))
+            whole = self.pool.num_blocks * self.block_size
+        else:
+            self.groups.pages.check(entries)
+            whole = self.groups.pages.slots()[0]
+        if min(usage.reserved, usage.free) < 0 or usage.capacity != whole:
+            raise InvariantError(f"slot states do not add up to {whole}: {usage}")
 
 
-class CopyAtFork:
-    """Gives every branch blocks of its own, for comparison with copy-on-write.
-
-    A fork happens when a step is committed, but copies run with the next step. So a child refers to its parent's
-    blocks at first, and gets copies when the request is scheduled next. No branch writes before that.
-    """
-
-    def __init__(self, tables: BlockTables) -> None:
-        self._tables = tables
-        self._pending: defaultdict[int, list[SequenceState]] = defaultdict(list)
-
-    def add(self, child: SequenceState) -> None:
-        """Note that `child` refers to blocks of another branch and needs copies."""
-        self._pending[child.request.request_id].append(child)
-
-    def blocks_needed(self, request: Request) -> int:
-        """How many blocks the copies for the request's children need."""
-        pending = self._pending.get(request.request_id, ())
-        return sum(len(child.table) for child in pending)
-
-    def copy_tables(self, request: Request) -> int:
-        """Give all children of the request copies; returns how many blocks were allocated."""
-        taken = 0
-        for child in self._pending.pop(request.request_id, ()):
-            table = self._tables.get(child)
-            copies = self._tables.copy_table(request, table, child.computed)
-            self._tables.drop(table, child.computed)
-            child.table = copies
-            taken += len(copies)
-        return taken
-
-    def forget(self, sequence: SequenceState) -> None:
-        """`sequence` releases its blocks and needs no copies any more."""
-        pending = self._pending.get(sequence.request.request_id, [])
-        if sequence in pending:
-            pending.remove(sequence)
-
-
-class HostPool:
-    """Host blocks 0 … `num_blocks - 1`; the block that was freed last is allocated first."""
-
-    def __init__(self, num_blocks: int) -> None:
-        if num_blocks < 0:
-            raise CoreError(f"a host pool cannot have {num_blocks} blocks")
-        self.num_blocks = num_blocks
-        self._free: list[int] = []  # freed blocks; those from `_next` on were never given out
-        self._next = 0
-        self._taken: set[int] = set()
-
-    @property
-    def free_blocks(self) -> int:
-        """The number of free host blocks."""
-        return self.num_blocks - len(self._taken)
-
-    def take(self, count: int) -> list[int]:
-        """Allocate `count` host blocks. Raises OutOfBlocksError, and changes nothing, when fewer are free."""
-        if count > self.free_blocks:
-            raise OutOfBlocksError(f"{count} host blocks asked for, {self.free_blocks} are free")
-        again = min(count, len(self._free))
-        blocks = [self._free.pop() for _ in range(again)]
-        blocks += range(self._next, self._next + count - again)
-        self._next += count - again
-        self._taken.update(blocks)
-        return blocks
-
-    def give(self, blocks: list[int]) -> None:
-        """Free allocated blocks. Raises CoreError, and changes nothing, if one is free already."""
-        foreign = set(blocks) - self._taken
-        if foreign or len(set(blocks)) < len(blocks):
-            raise CoreError(f"host blocks {sorted(foreign) or blocks} are freed, but are not allocated")
-        self._taken.difference_update(blocks)
-        self._free += reversed(blocks)
-
-
-class Swapper:
-    """Moves groups between device and host memory. `pending_out` and `pending_in` are work for the next step."""
-
-    def __init__(self, tables: BlockTables, prefix_cache: PrefixCache, host: HostPool) -> None:
-        self.host = host
-        self.pending_out: SwapList = []  # (device, host), to be saved before the next step
-        self.pending_in: SwapList = []  # (host, device), to be brought back
-        self._tables = tables
-        self._prefix_cache = prefix_cache
-        self._saved: dict[Group, dict[int, int]] = {}  # former device block -> host block
-
-    def can_swap_out(self, group: Group) -> bool:
-        """Whether host memory has room for all blocks of `group`."""
-        blocks = {block for sequence in group.sequences for block in sequence.table}
-        return 0 < len(blocks) <= self.host.free_blocks
-
-    def swap_out(self, group: Group) -> None:
-        """Allocate a host block for every block of the group and release the device blocks.
-
-        The sequences keep their old tables, so that `swap_in` knows which branches shared a block.
-        """
-        for sequence in group.sequences:
-            self._prefix_cache.cache_computed(sequence)
-            self._tables.trim(sequence)
-        tables = [self._tables.get(sequence) for sequence in group.sequences]
-        blocks = list(dict.fromkeys(block for table in tables for block in table))
-        saved = dict(zip(blocks, self.host.take(len(blocks)), strict=True))
-        for sequence in group.sequences:
-            sequence.table = self._tables.close(sequence)
-        self.pending_out += saved.items()
-        self._saved[group] = saved
-
-    def blocks_needed(self, group: Group, copies: int | None) -> int:
-        """How many device blocks the group needs to come back and take one step.
-
-        `copies`: how many blocks must still be copied for its branches. None: each branch but the last one copies a
-        shared partial last block.
-        """
-        tails = [s.table[-1] for s in group.sequences if s.computed % self._tables.block_size]
-        if copies is None:
-            copies = len(tails) - len(set(tails))
-        return len(self._of(group)) + len(group.sequences) - len(tails) + copies
-
-    def swap_in(self, group: Group) -> None:
-        """Allocate device blocks for the group again; its branches share them as before."""
-        saved = self._of(group)
-        device = dict(zip(saved, self._tables.pool.take(len(saved)), strict=True))
-        self.pending_in += [(host, device[block]) for block, host in saved.items()]
-        held: set[int] = set()
-        for sequence in group.sequences:
-            self._hold(sequence, [device[block] for block in sequence.table], held)
-            self._prefix_cache.recount(sequence)
-            self._prefix_cache.cache_computed(sequence)
-            self._prefix_cache.forget(sequence)  # its content is not on the device yet: replace no blocks
-        del self._saved[group]
-        self.host.give(list(saved.values()))
-
-    def _hold(self, sequence: SequenceState, table: list[int], held: set[int]) -> None:
-        """Open `table` for `sequence`. Another branch refers to the blocks in `held` already."""
-        tables, size = self._tables, self._tables.block_size
-        fresh = [block for block in table if block not in held]
-        held.update(fresh)
-        tables.pool.share([block for block in table if block not in fresh])
-        tables.counters.entries += len(table)
-        tables.counters.written += len(fresh) * size
-        if fresh and fresh[-1] == table[-1]:
-            tables.counters.written -= len(table) * size - sequence.computed
-            tables.counters.block_taken(sequence.request, table[-1], len(table) - 1)
-        tables.open(sequence, table)
-
-    def forget(self, group: Group) -> None:
-        """Free the host blocks of a group that will not come back."""
-        self.host.give(list(self._of(group).values()))
-        del self._saved[group]
-
-    def _of(self, group: Group) -> dict[int, int]:
-        if group not in self._saved:
-            raise UnknownSequenceError(f"request {group.request.request_id} has nothing in host memory")
-        return self._saved[group]
+def layer_groups(manager: KVCacheManager) -> LayerGroups | None:
+    """The groups of layers that `manager` serves, None where a sequence has one table."""
+    return manager.groups if isinstance(manager, PagedManager) else None

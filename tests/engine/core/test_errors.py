@@ -11,7 +11,8 @@ from engine.core.identity import TokenIdentity
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.contiguous import BuddyRuns, ContiguousManager, FreeRuns
 from engine.core.memory.manager import KVCacheManager
-from engine.core.memory.paged import HostPool, PagedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.memory.swapping import HostPool
 from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request, Speculation
@@ -106,7 +107,7 @@ def running(request: Request, blocks: int = 40, steps: int = 1, **limits: int) -
         lambda it: it.manager.extend(ScheduledRow(it.root, 1, True)),
         lambda it: it.manager.truncate(it.root, 9),
         lambda it: setattr(it.root, "computed", 9),
-        lambda it: it.manager.tables.copies.append((1, 2)),
+        lambda it: it.manager.work.copies.append((1, 2)),
     ],
 )
 def test_the_fingerprint_tells_every_change(change: Callable[[Under], object]) -> None:

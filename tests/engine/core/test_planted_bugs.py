@@ -11,8 +11,9 @@ from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.contiguous import BuddyRuns
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.paged import CopyAtFork, HostPool, PagedManager, Swapper
+from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import PrefixCache
+from engine.core.memory.swapping import CopyAtFork, HostPool, Swapper
 from engine.core.options import Placement, Preemption, Reservation, Scheduling
 from engine.core.sequence import DecodeCalendar
 
@@ -84,12 +85,12 @@ def drop_hashes_at_release(real: Callable[..., list[int]]) -> Callable[..., list
     return release
 
 
-def write_into_the_shared_tail(tables: BlockTables, sequence: Any, table: list[int]) -> None:
+def write_into_the_shared_tail(tables: BlockTables, sequence: Any, copy: int) -> None:
     """No copy on write."""
 
 
 def lose_the_copies(manager: PagedManager) -> list[tuple[int, int]]:
-    manager.tables.copies = []
+    manager.work.copies = []
     return []
 
 
@@ -107,13 +108,13 @@ def compute_nothing(manager: PagedManager, group: Any) -> list[int]:
 
 
 def forget_stale_drafts(manager: PagedManager) -> list[tuple[int, int, int]]:
-    manager.tables.stale = []
+    manager.work.stale = []
     return []
 
 
 def swap_in_mixed_up(real: Callable[..., None]) -> Callable[..., None]:
-    def swap_in(swapper: Swapper, group: Any) -> None:
-        real(swapper, group)
+    def swap_in(swapper: Swapper, *told: Any) -> None:
+        real(swapper, *told)
         hosts, devices = zip(*swapper.pending_in, strict=True)
         swapper.pending_in = list(zip(hosts, devices[::-1], strict=True))
 
@@ -138,7 +139,7 @@ def fast_forward_too_far(real: Callable[..., int]) -> Callable[..., int]:
     return fast_forward_limit
 
 
-def need_no_copies(manager: PagedManager, rows: Any) -> int:
+def need_no_copies(tables: BlockTables, sequences: Any) -> int:
     return 0
 
 
@@ -164,12 +165,11 @@ def stay_in_the_queue(queue: LruQueue, blocks: list[int]) -> None:
     queue._size -= len(blocks)
 
 
-def miscount_written(real: Callable[..., int]) -> Callable[..., int]:
-    def truncate(tables: BlockTables, sequence: Any, tokens: int) -> int:
+def miscount_written(real: Callable[..., None]) -> Callable[..., None]:
+    def truncate(tables: BlockTables, sequence: Any, tokens: int) -> None:
         lost = sequence.computed - tokens
-        kept = real(tables, sequence, tokens)
+        real(tables, sequence, tokens)
         tables.counters.written += lost
-        return kept
 
     return truncate
 
@@ -206,7 +206,7 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
         "fast_forward_limit",
         fast_forward_too_far(PagedManager.fast_forward_limit),
     ),
-    "copies not reserved": (PagedManager, "_tail_copies", need_no_copies),
+    "copies not reserved": (BlockTables, "copies_needed", need_no_copies),
     "adapters share a cache": (identity, "_root", ignore_the_adapter),
     "a partial block cached": (PrefixCache, "cache_full", cache_too_much(PrefixCache.cache_full)),
     "buddies merged without asking": (BuddyRuns, "give", merge_with_anyone),

@@ -5,7 +5,6 @@ import pytest
 from engine.core.identity import KeyIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, uniform_layout, unseen_share
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.options import GroupKind, SchedulerLimits
@@ -34,8 +33,8 @@ def plans_of(manager: KVCacheManager, requests: list[Request], budget: int = 819
     return plans
 
 
-def grouped(layout: GroupLayout, pages: int) -> GroupedManager:
-    return GroupedManager(layout, PoolPages(layout, (pages,)), most_chunk=8192)
+def grouped(layout: GroupLayout, pages: int) -> PagedManager:
+    return PagedManager.of(PoolPages(layout, (pages,)), most_chunk=8192)
 
 
 def with_state(block_tokens: int, groups: int) -> GroupLayout:
@@ -139,9 +138,8 @@ def test_documents_asked_again_hit_as_in_vllm(asked: int, dense: float, kept: fl
     layout = uniform_layout(GEMMA_LIKE, 16)
     found = []
     for interval in (None, 0):
-        manager = GroupedManager(
-            layout, PoolPages(layout, (60_000,)), most_chunk=8192, retention_interval=interval
-        )
+        pages = PoolPages(layout, (60_000,))
+        manager = PagedManager.of(pages, most_chunk=8192, retention_interval=interval)
         hits = 0
         for rid in range(6 * asked):
             identity = KeyIdentity(rid, [(1 + rid // asked, 3000), (None, 120)])

@@ -10,9 +10,10 @@ from families import build, prompts, unowned_are_void
 from tiers import cases
 
 from engine.core.errors import CoreError
+from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.prefix_cache import GroupHits
 from engine.core.options import GroupKind, SchedulerLimits
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -224,7 +225,7 @@ def test_groups_of_one_pool_share_its_tensors():
 
 def test_separate_pools_take_the_memory_of_the_pool_and_a_null_page_each():
     llm = make_llm("ministral", groups="separate", pool_tokens=512)
-    pages = sum(group.page_bytes for group in llm.scheduler.manager.layout.groups)
+    pages = sum(group.page_bytes for group in llm.scheduler.manager.groups.layout.groups)
     assert 0.95 * 512 * 4 * 128 < llm.runner.pool.bytes - pages <= 512 * 4 * 128
 
 
@@ -276,7 +277,7 @@ def test_requests_of_several_sequences_are_refused(params):
     from engine.core.errors import NeverFitsError
     from engine.runtime.params import SamplingParams
 
-    with pytest.raises(NeverFitsError, match="has 2 sequences, which a cache with groups does not serve"):
+    with pytest.raises(NeverFitsError, match="has 2 sequences, which the engine does not run"):
         make_llm("gemma2").generate([1, 2, 3], SamplingParams(max_tokens=4, **params))
 
 
@@ -288,15 +289,20 @@ def one_token_early(real):
 
 
 def lose_a_reference(real):
-    return lambda pages, group, blocks: 0 if group == 1 else real(pages, group, blocks)
+    def open_hits(tables, part, table):
+        real(tables, part, table)
+        if tables.group.window is not None and table[part.held :]:
+            tables.pool.release(table[-1:])
+
+    return open_hits
 
 
 def hit_without_its_window(real):
-    return lambda manager, keys, index, tokens, needed: tokens
+    return lambda hits, group, index, tokens, needed: tokens
 
 
 def hit_of_the_wrong_group(real):
-    return lambda manager, keys, tokens: (lambda pages: [pages[1], pages[0]])(real(manager, keys, tokens))
+    return lambda hits, group, tokens: (lambda pages: [pages[1], pages[0]])(real(hits, group, tokens))
 
 
 def never_void(real):
@@ -305,11 +311,11 @@ def never_void(real):
 
 PLANTED = {
     "a window block is released one token early": (KVGroup, "skipped", one_token_early, "sees token"),
-    "a group's reference is lost": (PoolPages, "share", lose_a_reference, "group|page|block"),
-    "a hit without its window": (GroupedManager, "_last_run", hit_without_its_window, "group 0 reads page"),
+    "a group's reference is lost": (BlockTables, "open_hits", lose_a_reference, "group|page|block"),
+    "a hit without its window": (GroupHits, "_last_run", hit_without_its_window, "group 0 reads page"),
     "pages of one group given to the other": (
-        GroupedManager,
-        "_hit_pages",
+        GroupHits,
+        "_pages",
         hit_of_the_wrong_group,
         "group 0 reads page .* which group 1 has written",
     ),
@@ -329,17 +335,16 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
 
 
 def test_a_counter_of_one_group_that_drifts_is_noticed(monkeypatch):
-    from engine.core.memory.group_pages import GroupCounters
     from engine.runtime.errors import AuditError
 
     llm = make_llm("gemma2")
-    real = GroupCounters.wrote
+    real = BlockTables.wrote
 
-    def wrote(counters, tokens):
-        real(counters, tokens)
-        counters.written[0] += 1
+    def wrote(tables, tokens):
+        real(tables, tokens)
+        tables.counters.written += tables.group.window is not None
 
-    monkeypatch.setattr(GroupCounters, "wrote", wrote)
+    monkeypatch.setattr(BlockTables, "wrote", wrote)
     with pytest.raises(AuditError, match=r"step 0: group 0 \(window\) has \d+ tokens in its tensors"):
         serve(llm)
 

@@ -14,7 +14,7 @@ from tiers import cases
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
 from engine.core.memory.group_pages import PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.prefix_cache import GroupHits
 from engine.core.options import GroupKind, SchedulerLimits
 from engine.runtime.attention import state
 from engine.runtime.attention.metadata import PrefillRow, StepLayout
@@ -130,7 +130,7 @@ def test_samples_of_a_model_with_states_are_refused():
     from engine.core.errors import NeverFitsError
     from engine.runtime.params import SamplingParams
 
-    with pytest.raises(NeverFitsError, match="has 2 sequences, which a cache with groups does not serve"):
+    with pytest.raises(NeverFitsError, match="has 2 sequences, which the engine does not run"):
         make_llm().generate([1, 2, 3], SamplingParams(max_tokens=4, n=2, temperature=1.0))
 
 
@@ -193,14 +193,14 @@ def test_a_state_takes_the_memory_of_keys_and_values_and_keeps_its_own_type():
 
 
 def hit_without_its_state(real):
-    return lambda manager, keys, index, tokens, needed: tokens
+    return lambda hits, group, index, tokens, needed: tokens
 
 
 def another_state(real):
-    def pages(manager, keys, tokens):
-        found = real(manager, keys, tokens)
+    def pages(hits, group, tokens):
+        found = real(hits, group, tokens)
         if tokens >= 8:
-            found[0][-1] = manager.pages.first(0, keys.upto(0, 1)[0])
+            found[0][-1] = hits._caches[0].block(group, 0)
         return found
 
     return pages
@@ -232,10 +232,10 @@ def not_cut(real):
 
 
 PLANTED = {
-    "a hit without its state": (GroupedManager, "_last_run", hit_without_its_state, "group 0"),
+    "a hit without its state": (GroupHits, "_last_run", hit_without_its_state, "group 0"),
     "a hit on the state of a shorter prefix": (
-        GroupedManager,
-        "_hit_pages",
+        GroupHits,
+        "_pages",
         another_state,
         r"begins with the state after \d+ tokens, page \d+ holds the state after 4 tokens",
     ),

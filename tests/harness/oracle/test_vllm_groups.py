@@ -13,7 +13,8 @@ from tiers import tier
 
 from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import KVGroup
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.paged import PagedManager
+from engine.core.memory.prefix_cache import GroupHits
 from harness.config.errors import ConfigError
 from harness.oracle.check import VllmProcess, vllm_version
 
@@ -44,7 +45,7 @@ def test_a_block_that_is_released_one_step_late_is_noticed(monkeypatch: pytest.M
 
 
 def test_a_hit_that_needs_no_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupedManager, "_last_run", lambda manager, keys, index, tokens, needed: 0)
+    monkeypatch.setattr(GroupHits, "_last_run", lambda hits, group, index, tokens, needed: 0)
     with pytest.raises(AssertionError, match=r"admitted|free|rows"):
         compare_all()
 
@@ -58,7 +59,7 @@ def test_a_cache_that_keeps_every_window_is_noticed(monkeypatch: pytest.MonkeyPa
 
 
 def test_chunks_that_end_anywhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GroupedManager, "chunk_end", lambda manager, group, start, end, most, hits=None: end)
+    monkeypatch.setattr(PagedManager, "chunk_end", lambda manager, group, start, end, most, hits=None: end)
     with pytest.raises(AssertionError, match="rows"):
         compare_all()
 

@@ -133,7 +133,7 @@ def test_a_server_with_groups_refuses_several_sequences_by_name():
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
         answer = httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 400
-    assert "has 2 sequences, which a cache with groups does not serve" in answer.text
+    assert "has 2 sequences, which the engine does not run" in answer.text
 
 
 def test_groups_that_the_model_does_not_have_are_refused():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.core.options import GroupPages
 from harness.cli.main import main
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
@@ -143,10 +144,13 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
     [
         ("model.kv_dtype", ("measure=true", "model.kv_dtype=fp8_e4m3")),
         ("engine.cuda_graphs", ("measure=true", "engine.cuda_graphs=true")),
-        ("decoding.beam_width", ("decoding.beam_width=4",)),
-        ("decoding.n", ("decoding.mode=sample", "decoding.n=4")),
-        ("decoding.draft_tokens", ("decoding.draft_tokens=3",)),
-        ("scheduler.preemption", ("scheduler.preemption=swap", "cache.host_tokens=1600")),
+        ("decoding.beam_width", ("measure=true", "decoding.beam_width=4")),
+        ("decoding.n", ("measure=true", "decoding.mode=sample", "decoding.n=4")),
+        ("decoding.draft_tokens", ("measure=true", "decoding.draft_tokens=3")),
+        ("scheduler.preemption", ("measure=true", "scheduler.preemption=swap", "cache.host_tokens=1600")),
+        ("cache.host_tokens", ("measure=true", "cache.host_tokens=1600")),
+        ("cache.copy_at_fork", ("decoding.beam_width=4", "cache.copy_at_fork=true")),
+        ("decoding.sharing", ("decoding.beam_width=4", "decoding.sharing=tail_at_fork")),
         ("scheduler.admission", ("scheduler.admission=a:B",)),
         ("scheduler.async_scheduling", ("scheduler.async_scheduling=true",)),
         ("cache.eviction", ("cache.eviction=a:B",)),
@@ -159,6 +163,58 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
 )
 def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
     assert any(text.startswith(f"{key}: ") for text in refusals(*overrides))
+
+
+TIGHT = (
+    *(
+        "model=gemma3_12b",
+        "device=h100",
+        "cache.max_model_len=4096",
+        "cache.pool_tokens=4000",
+        "replay.mode=offline",
+    ),
+    *("workload.num_requests=12", "workload.length_scale=0.5", "workload.oversize=drop"),
+)
+
+
+SEVERAL = [("decoding=beam", "decoding.beam_width=4"), ("decoding=sample", "decoding.n=4")]
+SWAP = ("scheduler.preemption=swap", "cache.host_tokens=4000", "scheduler.admit_whole_prompt=false")
+
+
+@pytest.mark.parametrize("pages", [GroupPages.uniform, GroupPages.separate, GroupPages.lcm])
+@pytest.mark.parametrize("overrides", SEVERAL)
+def test_branches_copy_shared_pages_in_a_prediction(pages: GroupPages, overrides: tuple[str, ...]) -> None:
+    found = run_point(config(*TIGHT, *overrides, f"cache.groups={pages}", "replay.records=true"))
+    assert found.record.outcome["simulated"]["finished"] == 12
+    assert found.tables["steps"]["copies"].sum() > 0
+
+
+def test_what_is_swapped_out_is_not_computed_again() -> None:
+    found = run_point(config(*TIGHT, *SWAP, "replay.records=true"))
+    requests = found.tables["requests"]
+    assert requests["preemptions"].sum() > 0
+    assert requests["recomputed_tokens"].sum() == 0
+
+
+def test_drafts_save_steps_in_groups() -> None:
+    drafts = run_point(
+        config(*TIGHT, "decoding.draft_tokens=3", "decoding.acceptance=0.6", "replay.records=true")
+    )
+    alone = run_point(config(*TIGHT, "replay.records=true"))
+    assert len(drafts.tables["steps"]["step"]) < 0.7 * len(alone.tables["steps"]["step"])
+
+
+def test_a_copied_page_costs_its_own_bytes() -> None:
+    """A page of a group has the bytes of its layers in a block, not those of all layers."""
+    found = pool(
+        "model=gemma2_9b", "cache.pool_tokens=16000", "cache.groups=separate", "cache.max_model_len=8192"
+    )
+    assert found.groups is not None
+    assert found.page_slots is not None
+    firsts = [1, 1 + found.page_counts[0]]
+    sizes = [group.page_bytes / found.kv_bytes_per_token for group in found.groups.groups]
+    assert [found.page_slots([page]) for page in firsts] == sizes
+    assert found.page_slots(firsts) == 16
 
 
 def test_a_pool_too_small_for_a_page_of_each_group_is_refused() -> None:

@@ -4,16 +4,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupSetup
+from core_driver import random_walk
+from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
 from tiers import tier
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.identity import KeyIdentity
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_memory import MemoryPages
-from engine.core.memory.grouped import GroupedManager, pages_of
-from engine.core.options import GroupKind, GroupPages, SchedulerLimits, Scheduling
+from engine.core.memory.group_pages import pages_of
+from engine.core.memory.paged import PagedManager
+from engine.core.options import GroupKind, GroupPages, Preemption, SchedulerLimits, Scheduling
 from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -22,11 +23,12 @@ SEEDS = tier(3, 60)
 LCM = GroupPages.lcm
 SETUPS = [
     GroupSetup(pages=LCM),
-    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=LCM, memory=4800, behind_first=True, whole=False),
-    GroupSetup(sets=(LATENT, STATE), pages=LCM, state_every=8, memory=3200),
-    GroupSetup(pages=LCM, memory=2400, whole=False),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=LCM, memory=7200, behind_first=True),
+    GroupSetup(sets=(LATENT, STATE), pages=LCM, state_every=8, memory=4800),
+    GroupSetup(pages=LCM, memory=3600),
     GroupSetup(sets=(FULL, SHORT), pages=LCM, scheduling=Scheduling.priority),
-    GroupSetup(pages=LCM, caching=False, memory=1600),
+    GroupSetup(pages=LCM, caching=False, memory=2400),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=LCM, memory=6000, preemption=Preemption.swap, host=8000),
 ]
 PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 bytes: chunks of 128
 
@@ -34,7 +36,7 @@ PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 
 @pytest.mark.parametrize("setup", SETUPS, ids=range(len(SETUPS)))
 def test_random_walks_find_every_slot_as_it_was_written(setup: GroupSetup) -> None:
     for seed in range(SEEDS):
-        GroupDriver(setup, seed).walk(120)
+        random_walk(setup, seed, 120, 0.4)
 
 
 def test_the_walks_hit_preempt_and_take_memory_from_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,11 +49,9 @@ def test_the_walks_hit_preempt_and_take_memory_from_the_other_kind(monkeypatch: 
         return reopen(pages, group, owner)
 
     monkeypatch.setattr(ChunkPages, "_reopen", noted)
-    drivers = [GroupDriver(setup, 1) for setup in SETUPS]
-    for driver in drivers:
-        driver.walk(150)
+    drivers = [random_walk(setup, 1, 250, 0.4) for setup in SETUPS]
     plans = [plan for driver in drivers for plan in driver.model.plans]
-    assert sum(plan.hit_tokens for plan in plans) > 500
+    assert sum(plan.hit_tokens for plan in plans) > 300
     assert sum(len(plan.preempted) for plan in plans) > 10
     assert sum(moved) > 50
 
@@ -72,9 +72,9 @@ def keys_stay(real: Callable[..., None]) -> Callable[..., None]:
 
 
 PLANTED: list[tuple[str, Any, str, Callable[..., Any]]] = [
-    ("the content of a page that is given away stays in the cache", MemoryPages, "_evict", evict_nothing),
+    ("the content of a page that is given away stays in the cache", ChunkPages, "_evict", evict_nothing),
     ("a chunk counts a reference that is gone", ChunkPages, "_leave", nobody_leaves),
-    ("an evicted page is still found", MemoryPages, "_forget", keys_stay),
+    ("an evicted page is still found", ChunkPages, "_forget", keys_stay),
 ]
 
 
@@ -92,13 +92,13 @@ def test_the_walks_notice_a_planted_bug(
 def walk_all() -> None:
     for setup in SETUPS:
         for seed in range(2):
-            GroupDriver(setup, seed).walk(120)
+            random_walk(setup, seed, 120, 0.4)
 
 
 # -- the rules ---------------------------------------------------------------------------------------------
 
 
-def chunks_of(pages: MemoryPages, taken: list[int]) -> set[int]:
+def chunks_of(pages: ChunkPages, taken: list[int]) -> set[int]:
     return {pages.span(0, page)[0] // pages.layout.chunk_bytes for page in taken}
 
 
@@ -128,7 +128,7 @@ def test_a_chunk_passes_to_the_other_group_once_it_is_empty() -> None:
     pages = ChunkPages(PAGES, 2)
     small = pages.take([4, 0], 1)[0]
     assert not pages.fits([0, 1])
-    pages.release(0, small)
+    pages.release(small)
     assert pages.fits([0, 2])
     assert len(pages.take([0, 2], 2)[1]) == 2
 
@@ -136,7 +136,7 @@ def test_a_chunk_passes_to_the_other_group_once_it_is_empty() -> None:
 def test_a_page_in_use_keeps_its_chunk_from_the_other_group() -> None:
     pages = ChunkPages(PAGES, 2)
     small = pages.take([4, 0], 1)[0]
-    pages.release(0, small[1:])
+    pages.release(small[1:])
     assert not pages.fits([0, 2])
     assert pages.stranded([0, 2]) == PAGES.page_slots(0)
 
@@ -145,8 +145,8 @@ def test_a_hit_takes_its_page_from_what_is_free() -> None:
     """A cached page is free for others, but not beside the request that refers to it."""
     pages = pages_of(PAGES, PAGES.page_counts(128, 48, 12))
     (page,) = pages.take([1, 0])[0]
-    pages.cache(0, [page], [(0, 7)])
-    pages.release(0, [page])
+    pages.cache_full_blocks([page], [(0, 7)])
+    pages.release([page])
     assert pages.fits([0, 1], [[], []])
     assert not pages.fits([0, 1], [[page], []])
 
@@ -172,7 +172,7 @@ def layout_of(pages: GroupPages) -> GroupLayout:
 def most_at_once(pages: GroupPages, lengths: list[int], memory: int) -> int:
     """The most of these prompts that decode together in `memory` bytes; pools are split for 8,192 tokens."""
     layout = layout_of(pages)
-    manager = GroupedManager(layout, pages_of(layout, layout.page_counts(memory, 8192, 512)), most_chunk=512)
+    manager = PagedManager.of(pages_of(layout, layout.page_counts(memory, 8192, 512)), most_chunk=512)
     scheduler = Scheduler(manager, SchedulerLimits(512, 64))
     for rid, tokens in enumerate(lengths):
         scheduler.submit(Request(rid, tokens, 40, identity=KeyIdentity(rid, [(None, tokens)])))
@@ -197,7 +197,7 @@ def test_in_one_memory_a_request_holds_what_it_needs_and_a_page_of_each_group() 
     layout = layout_of(LCM)
     tokens = 7590 + 182
     chunks = layout.tokens_bytes(tokens, 512) // layout.chunk_bytes + 2
-    manager = GroupedManager(layout, pages_of(layout, (chunks,)), most_chunk=512)
+    manager = PagedManager.of(pages_of(layout, (chunks,)), most_chunk=512)
     scheduler = Scheduler(manager, SchedulerLimits(512, 4))
     scheduler.submit(Request(0, tokens - 8, 8))
     while scheduler.has_work:

@@ -1,50 +1,65 @@
 """Caches with groups: random walks over every choice, planted bugs that the walks notice, and the rules one by one."""
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
-from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupDriver, GroupSetup
+from core_driver import CoreDriver, random_arrival, random_walk
+from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
 from tiers import tier
 
 from engine.core.errors import CoreError, NeverFitsError
-from engine.core.identity import KeyIdentity
+from engine.core.identity import KeyIdentity, TokenIdentity
+from engine.core.memory import group_pages
+from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import GroupCounters, GroupKeys, GroupWaste, PoolPages
-from engine.core.memory.grouped import GroupedManager
+from engine.core.memory.group_pages import GroupWaste, PoolPages
+from engine.core.memory.paged import PagedManager
+from engine.core.memory.prefix_cache import GroupHits, PrefixCache
+from engine.core.memory.swapping import Swapper
 from engine.core.options import (
     Decoding,
     GroupKind,
     GroupPages,
+    Preemption,
+    Retention,
     SchedulerLimits,
     Scheduling,
+    SpeculationMode,
     StateMode,
     WindowHits,
 )
-from engine.core.plan import StepResult
+from engine.core.plan import StepPlan, StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 
 SEEDS = tier(3, 60)
 SEPARATE = GroupPages.separate
+SWAP = Preemption.swap
 SMALL = LayerSet(GroupKind.state, 3, 16)  # a page for every two tokens of FULL
 SETUPS = [
     GroupSetup(),
     GroupSetup(interval=None),
-    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=4000, interval=16),
-    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=SEPARATE, memory=2400, whole=False),
-    GroupSetup(sets=(FULL, STATE), size=2, memory=4000),
-    GroupSetup(sets=(FULL, STATE), size=2, memory=4000, interval=None),
-    GroupSetup(sets=(FULL, SMALL), size=2, memory=4000, budget=40),
-    GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=4000, states=StateMode.every_block, interval=None),
-    GroupSetup(sets=(FULL, STATE), size=2, memory=2000, states=StateMode.none, caching=False),
-    GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=3200),
-    GroupSetup(sets=(WINDOW, SHORT), behind_first=True, scheduling=Scheduling.priority, memory=1600),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=6000, interval=16),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), pages=SEPARATE, memory=3600),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=6000),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=6000, interval=None),
+    GroupSetup(sets=(FULL, SMALL), size=2, memory=6000, budget=40),
+    GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=6000, states=StateMode.every_block, interval=None),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=3000, states=StateMode.none, caching=False),
+    GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=4800),
+    GroupSetup(sets=(WINDOW, SHORT), behind_first=True, scheduling=Scheduling.priority, memory=2400),
     GroupSetup(hits=WindowHits.all, behind_first=True),
-    GroupSetup(caching=False, memory=1600),
-    GroupSetup(sets=(FULL,), memory=1600),
-    GroupSetup(sets=(FULL, replace(WINDOW, window=1)), pages=SEPARATE, memory=1600),
+    GroupSetup(caching=False, memory=2400),
+    GroupSetup(sets=(FULL,), memory=2400),
+    GroupSetup(sets=(FULL, replace(WINDOW, window=1)), pages=SEPARATE, memory=2400),
+    GroupSetup(sets=(FULL, WINDOW, SHORT), memory=5000, preemption=SWAP, host=12_000),
+    GroupSetup(sets=(FULL, STATE), size=2, memory=5000, preemption=SWAP, host=8000),
+    GroupSetup(sets=(LATENT, SHORT), pages=SEPARATE, memory=3000, preemption=Preemption.auto, host=6000),
+    GroupSetup(sets=(FULL, WINDOW), memory=5000, retention=Retention.none, budget=40),
 ]
 
 
@@ -54,29 +69,39 @@ DENSE = [replace(setup, interval=None) for setup in SETUPS]
 def walk_all(setups: list[GroupSetup] = SETUPS, seeds: int = 3, operations: int = 120) -> None:
     for setup in setups:
         for seed in range(seeds):
-            GroupDriver(setup, seed).walk(operations)
+            random_walk(setup, seed, operations, 0.4)
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=range(len(SETUPS)))
 def test_random_walks_find_every_slot_as_it_was_written(setup: GroupSetup) -> None:
     for seed in range(SEEDS):
-        GroupDriver(setup, seed).walk(150)
+        random_walk(setup, seed, 120, 0.4)
 
 
-def test_the_walks_hit_preempt_and_release_behind_windows() -> None:
-    """Else they would notice nothing."""
-    hits = preempted = gaps = 0
-    for setup in SETUPS[:5]:
-        driver = GroupDriver(setup, 1)
-        driver.walk(300)
-        hits += sum(plan.hit_tokens for plan in driver.model.plans)
-        preempted += sum(len(plan.preempted) for plan in driver.model.plans)
-        gaps += sum(
-            table[0] == 0 for plan in driver.model.plans for row in plan.rows for table in row.table.groups
-        )
-    assert hits > 100
-    assert preempted > 5
-    assert gaps > 100
+@pytest.fixture(scope="module")
+def plans() -> list[StepPlan]:
+    """Of a walk over each setup."""
+    return [plan for setup in SETUPS for plan in random_walk(setup, 1, 300, 0.4).model.plans]
+
+
+WALKED: dict[str, Callable[[StepPlan], int]] = {  # else the walks would notice nothing
+    "hits": lambda plan: plan.hit_tokens,
+    "preemptions": lambda plan: len(plan.preempted),
+    "pages behind windows": lambda plan: sum(t[:1] == [0] for row in plan.rows for t in row.table.groups),
+    "branches behind windows": lambda plan: sum(
+        t[:1] == [0] for row in plan.rows if row.branch for t in row.table.groups
+    ),
+    "copies on write": lambda plan: len(plan.copies),
+    "drafts": lambda plan: sum(row.drafts for row in plan.rows),
+    "rejected drafts": lambda plan: len(plan.stale),
+    "saved pages": lambda plan: len(plan.swap_out),
+    "pages brought back": lambda plan: len(plan.swap_in),
+}
+
+
+@pytest.mark.parametrize("what", WALKED)
+def test_the_walks_have(what: str, plans: list[StepPlan]) -> None:
+    assert sum(map(WALKED[what], plans)) > 40
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------
@@ -87,63 +112,110 @@ def one_token_early(real: Callable[..., int]) -> Callable[..., int]:
 
 
 def one_token_late(real: Callable[..., int]) -> Callable[..., int]:
-    return lambda group, table, held: real(group, table, held) + 1
+    return lambda group, part: real(group, part) + 1
 
 
-def lose_a_reference(real: Callable[..., int]) -> Callable[..., int]:
-    return lambda pages, group, blocks: 0 if group == 1 else real(pages, group, blocks)
+def lose_a_reference(real: Callable[..., None]) -> Callable[..., None]:
+    def open_hits(tables: Any, part: Any, table: list[int]) -> None:
+        real(tables, part, table)
+        if tables.group.window is not None and table[part.held :]:
+            tables.pool.release(table[-1:])
+
+    return open_hits
 
 
-def hit_without_the_window_or_state(manager: Any, keys: Any, index: int, tokens: int, needed: int) -> int:
+def hit_without_the_window_or_state(hits: Any, group: Any, index: int, tokens: int, needed: int) -> int:
     return tokens
 
 
-def hit_without_the_other_blocks(manager: Any, keys: Any, index: int, blocks: int) -> int:
-    return blocks
+def hit_without_the_other_blocks(hits: Any, group: Any, index: int, tokens: int) -> int:
+    return tokens
 
 
-def keys_of_any_group(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda keys, group, blocks: [(0, key[1]) for key in real(keys, group, blocks)]
+def keys_of_any_group(pool: Any, hashes: Any) -> list[Any]:
+    return [(0, each) for each in hashes]
 
 
 def cached_before_it_is_full(real: Callable[..., None]) -> Callable[..., None]:
-    return lambda manager, tables, tokens: real(
-        manager, tables, min(tokens + 1, len(tables.groups[0]) * manager.layout.groups[0].block_size)
-    )
+    return lambda cache, part, tokens: real(cache, part, min(tokens + 1, len(part.table) * cache._size))
 
 
-def keep_what_is_gone(real: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda pages, group, blocks, *, behind=False: [] if behind else real(pages, group, blocks)
+def keep_what_is_gone(tables: Any, part: Any, skipped: int) -> None:
+    part.table[:skipped] = [0] * skipped
+    part.held = skipped
 
 
 def count_gone_twice(real: Callable[..., None]) -> Callable[..., None]:
-    def dropped(counters: Any, index: int, entries: int, gone: Any, units: int) -> None:
-        real(counters, index, entries, gone, units)
-        counters.written[index] -= bool(index and gone)
+    def drop(tables: Any, table: Any, computed: int, first: int = 0) -> None:
+        real(tables, table, computed, first)
+        tables.counters.written -= bool(tables.group.window)
 
-    return dropped
+    return drop
 
 
-def number_of_nobody(real: Callable[..., None]) -> Callable[..., None]:
-    return lambda keys, identity, groups, number: real(keys, identity, groups, 0)
+def window_of_the_root(real: Callable[..., None]) -> Callable[..., None]:
+    def fork(tables: Any, parent: Any, child: Any) -> None:
+        real(tables, parent, child)
+        child.held = 0
+
+    return fork
+
+
+def beams_keep_their_window(real: Callable[..., Any]) -> Callable[..., Any]:
+    def reparent(tables: Any, branches: Any, parents: Any) -> Any:
+        sharing = real(tables, branches, parents)
+        for branch in sharing:
+            branch.table = branches[parents[branches.index(branch)]].table
+        return sharing
+
+    return reparent
+
+
+def write_into_the_shared_page(tables: Any, sequence: Any, end: int) -> bool:
+    return False
+
+
+def cut_one_page_too_few(real: Callable[..., None]) -> Callable[..., None]:
+    def truncate(tables: Any, part: Any, tokens: int) -> None:
+        if tables.group.window is None:
+            real(tables, part, tokens)
+
+    return truncate
+
+
+def mix_up_the_groups(real: Callable[..., None]) -> Callable[..., None]:
+    def swap_in(swapper: Any, *told: Any) -> None:
+        real(swapper, *told)
+        hosts, devices = zip(*swapper.pending_in, strict=True)
+        swapper.pending_in = list(zip(hosts, devices[::-1], strict=True))
+
+    return swap_in
+
+
+def lose_a_group_of_copies(real: Callable[..., None]) -> Callable[..., None]:
+    def copy_tail(tables: Any, sequence: Any, copy: int) -> None:
+        real(tables, sequence, copy)
+        if tables.group.window is not None:
+            del tables.work.copies[-1]
+
+    return copy_tail
 
 
 PLANTED: list[tuple[str, Any, str, Callable[..., Any], bool]] = [
     ("a window block is released one token early", KVGroup, "skipped", one_token_early, True),
-    ("a group's reference is lost", PoolPages, "share", lose_a_reference, True),
-    (
-        "a hit without its window or state",
-        GroupedManager,
-        "_last_run",
-        hit_without_the_window_or_state,
-        False,
-    ),
-    ("a hit of blocks that are not cached", GroupedManager, "_leading", hit_without_the_other_blocks, False),
-    ("a block of one group found by another", GroupKeys, "upto", keys_of_any_group, True),
-    ("a block is cached before it is full", GroupedManager, "_cache_full", cached_before_it_is_full, True),
-    ("a block behind the window is never released", PoolPages, "release", keep_what_is_gone, True),
-    ("a counter drifts", GroupCounters, "dropped", count_gone_twice, True),
-    ("private blocks of all requests have one name", GroupKeys, "__init__", number_of_nobody, True),
+    ("a group's reference is lost", BlockTables, "open_hits", lose_a_reference, True),
+    ("a hit without its window or state", GroupHits, "_last_run", hit_without_the_window_or_state, False),
+    ("a hit of blocks that are not cached", GroupHits, "_leading", hit_without_the_other_blocks, False),
+    ("a block of one group found by another", PrefixCache, "_keys", keys_of_any_group, False),
+    ("a block is cached before it is full", PrefixCache, "cache_upto", cached_before_it_is_full, True),
+    ("a block behind the window is never released", BlockTables, "drop_behind", keep_what_is_gone, False),
+    ("a counter drifts", BlockTables, "drop", count_gone_twice, True),
+    ("a branch holds what its window has left", BlockTables, "fork", window_of_the_root, True),
+    ("a beam writes where another one does", BlockTables, "reparent", beams_keep_their_window, True),
+    ("a branch writes into a shared page", BlockTables, "shares_tail", write_into_the_shared_page, False),
+    ("copies of one group are lost", BlockTables, "copy_tail", lose_a_group_of_copies, True),
+    ("drafts are cut in some groups alone", BlockTables, "truncate", cut_one_page_too_few, True),
+    ("swapped into the wrong pages", Swapper, "swap_in", mix_up_the_groups, True),
 ]
 
 
@@ -159,8 +231,7 @@ def test_the_walks_notice_a_planted_bug(
 
 
 def test_the_walks_notice_a_page_taken_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = GroupedManager._next_change
-    monkeypatch.setattr(GroupedManager, "_next_change", staticmethod(one_token_late(real)))
+    monkeypatch.setattr(group_pages, "_next_change", one_token_late(group_pages._next_change))
     with pytest.raises((AssertionError, CoreError)):
         walk_all()
 
@@ -335,21 +406,95 @@ def test_blocks_behind_the_window_leave_before_others_where_eviction_knows_group
 
 def test_separate_pools_strand_what_the_other_group_lacks() -> None:
     layout = separate_layout([FULL, WINDOW], 4)
-    manager = GroupedManager(layout, PoolPages(layout, (4, 40)), most_chunk=12)
+    manager = PagedManager.of(PoolPages(layout, (4, 40)), most_chunk=12)
     scheduler = Scheduler(manager, SchedulerLimits(64, 8))
     for rid in range(2):
         scheduler.submit(Request(rid, 12, 4))
     usage = scheduler.schedule().usage
     assert usage.external == (40 - 3) * layout.page_slots(1)
-    assert usage.capacity == manager.pages.slots()[0]
+    assert usage.capacity == manager.groups.pages.slots()[0]
 
 
-def test_requests_with_several_sequences_or_drafts_are_refused() -> None:
-    scheduler = Scheduler(GroupSetup().manager(), SchedulerLimits())
-    with pytest.raises(NeverFitsError, match="has 2 sequences"):
-        scheduler.submit(Request(0, 4, 4, width=2, decoding=Decoding.sample))
-    with pytest.raises(NeverFitsError, match="draft tokens"):
+def test_draft_tokens_beside_states_are_refused() -> None:
+    scheduler = Scheduler(GroupSetup(sets=(FULL, STATE), memory=64_000).manager(), SchedulerLimits())
+    with pytest.raises(NeverFitsError, match="draft tokens, which a state cannot take back"):
         scheduler.submit(Request(0, 4, 4, speculation=Speculation(2)))
+
+
+def test_outputs_that_others_may_find_are_refused() -> None:
+    scheduler = Scheduler(GroupSetup(memory=64_000).manager(), SchedulerLimits())
+    with pytest.raises(NeverFitsError, match="shares its outputs"):
+        scheduler.submit(Request(0, 4, 4, identity=TokenIdentity(0, np.arange(4), share_outputs=True)))
+
+
+def test_preempted_requests_find_each_what_it_generated() -> None:
+    """Both have the same prompt of two blocks, and know four more when they are preempted."""
+    scheduler = Scheduler(GroupSetup(memory=64_000, interval=None).manager(), SchedulerLimits())
+    for rid in range(2):
+        scheduler.submit(Request(rid, 8, 40, identity=KeyIdentity(rid, [(7, 8)])))
+    for _ in range(18):
+        scheduler.commit(scheduler.schedule(), StepResult())
+    found = []
+    for group in scheduler.running:
+        scheduler.manager.preempt(group)
+        group.restart()
+        found.append(scheduler.manager.lookup(group))
+    assert [len(hit) for hit in found] == [6, 6]
+    (one, *_), (other, *_) = (hit.pages for hit in found)
+    assert set(one[2:]).isdisjoint(other[2:])
+
+
+def test_one_name_of_the_private_blocks_of_all_requests_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PagedManager, "_new_numbers", lambda manager, request: 0)
+    with pytest.raises(AssertionError):
+        test_preempted_requests_find_each_what_it_generated()
+
+
+def steps_of(
+    setup: GroupSetup, request: Request, accepted: int = 0
+) -> list[tuple[StepPlan, list[list[int]]]]:
+    """The steps of a request alone, with the lengths of each row's tables."""
+    scheduler, plans = Scheduler(setup.manager(), setup.limits()), []
+    scheduler.submit(request)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        plans.append((plan, [list(map(len, row.table.groups)) for row in plan.rows]))
+        drafted = {row.request_id: min(accepted, row.drafts) for row in plan.rows if row.drafts}
+        scheduler.commit(plan, StepResult(accepted=drafted))
+    return plans
+
+
+def test_samples_copy_the_last_page_of_every_group_and_share_the_others() -> None:
+    setup = GroupSetup(sets=(FULL, WINDOW), memory=64_000)
+    plans = steps_of(setup, Request(0, 10, 4, 3, Decoding.sample))
+    groups = len(setup.layout().groups)
+    assert [len(plan.copies) for plan, _ in plans] == [0, 2 * groups, 0, 0]
+
+
+@pytest.mark.parametrize("mode", SpeculationMode)
+def test_rejected_drafts_leave_as_many_pages_as_their_tokens_need(mode: SpeculationMode) -> None:
+    setup = GroupSetup(sets=(FULL, WINDOW), memory=64_000)
+    groups = setup.layout().groups
+    request = Request(0, 10, 12, speculation=Speculation(3, mode))
+    for plan, (lengths,) in steps_of(setup, request, accepted=1):
+        (row,) = plan.rows
+        end = row.context_len + row.query_len
+        assert lengths == [group.blocks(end) for group in groups]
+
+
+def test_a_swapped_group_comes_back_with_the_pages_of_its_windows_alone() -> None:
+    setup = GroupSetup(sets=(FULL, WINDOW), memory=64_000, host=64_000)
+    scheduler = Scheduler(setup.manager(), setup.limits())
+    scheduler.submit(Request(0, 40, 8))
+    for _ in range(5):
+        scheduler.commit(scheduler.schedule(), StepResult())
+    manager, (group,) = scheduler.manager, scheduler.running
+    (root,) = group.sequences
+    held = [len(part.pages()) for part in root.table.of]
+    manager.swap_out(group)
+    manager.swap_in(group)
+    (saved, back) = manager.drain_swaps()
+    assert len(saved) == len(back) == sum(held) < sum(len(part.table) for part in root.table.of)
 
 
 def test_a_request_that_needs_more_pages_than_a_pool_has_never_fits() -> None:
@@ -374,25 +519,28 @@ def causes(
     layout: GroupLayout, counts: tuple[int, ...], lengths: list[tuple[int, int]], steps: int
 ) -> GroupWaste:
     """The waste after so many steps of requests (prompt, output)."""
-    manager = GroupedManager(layout, PoolPages(layout, counts), most_chunk=64)
+    manager = PagedManager.of(PoolPages(layout, counts), most_chunk=64)
     scheduler = Scheduler(manager, SchedulerLimits(64, 8))
     for rid, (prompt, output) in enumerate(lengths):
         scheduler.submit(Request(rid, prompt, output))
     for _ in range(steps):
         plan = scheduler.schedule()
-        waste = manager.waste(plan.usage)
+        waste = manager.groups.account.waste(plan.usage)
         scheduler.commit(plan, StepResult())
     return waste
 
 
 def test_every_byte_of_the_pools_has_a_cause() -> None:
     for setup in SETUPS:
-        driver = GroupDriver(setup, 3)
+        driver = CoreDriver(setup, 3)
         manager, wastes = driver.manager, list[GroupWaste]()
         usage = manager.usage
-        manager.usage = lambda head: (use := usage(head), wastes.append(manager.waste(use)))[0]  # noqa: B023
-        driver.walk(80)
-        pools = manager.pages.slots()[0] * manager.layout.slot_bytes
+        manager.usage = lambda head: (use := usage(head), wastes.append(manager.groups.account.waste(use)))[0]  # noqa: B023
+        rng = random.Random(3)
+        for _ in range(60):
+            driver.submit(random_arrival(rng))
+            driver.step()
+        pools = manager.groups.pages.slots()[0] * manager.groups.layout.slot_bytes
         assert {sum(waste) for waste in wastes} == {pools}
         assert min(map(min, wastes)) >= 0
 
@@ -424,8 +572,8 @@ def test_places_of_padding_layers_are_imbalance() -> None:
 def test_a_prefix_that_is_computed_twice_is_a_duplicate() -> None:
     """A prompt of whole blocks computes its last block again, because one token must be left to compute."""
     layout = uniform_layout([FULL], 4)
-    manager = GroupedManager(layout, PoolPages(layout, (40,)), most_chunk=64)
+    manager = PagedManager.of(PoolPages(layout, (40,)), most_chunk=64)
     scheduler = Scheduler(manager, SchedulerLimits(64, 8))
     for rid in range(2):
         scheduler.submit(Request(rid, 8, 4, identity=KeyIdentity(rid, [(1, 8)])))
-    assert manager.waste(scheduler.schedule().usage).duplicate == 4 * 16
+    assert manager.groups.account.waste(scheduler.schedule().usage).duplicate == 4 * 16

@@ -5,7 +5,7 @@ import pytest
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.paged import HostPool
+from engine.core.memory.swapping import HostPool
 
 
 def test_blocks_are_taken_in_id_order_and_the_null_block_never() -> None:
@@ -161,10 +161,13 @@ def test_an_eviction_queue_asked_for_more_than_it_has_keeps_all() -> None:
     assert queue.blocks() == [2, 1]
 
 
-def test_private_hashes_are_never_used_twice() -> None:
-    pool = BlockPool(4)
-    one, other = pool.cache_private_blocks(pool.take(2)), pool.cache_private_blocks(pool.take(2))
-    assert len({*one, *other}) == 4
+def test_no_event_tells_of_private_blocks() -> None:
+    pool = BlockPool(4, keep_events=True)
+    blocks = pool.take(2)
+    pool.cache_full_blocks(blocks, range(7, 9))
+    pool.release(blocks)
+    pool.take(4)
+    assert (pool.find(range(7, 9)), pool.drain_events()) == ([], [])
 
 
 def test_void_blocks_that_nobody_asks_for_take_bounded_memory() -> None:

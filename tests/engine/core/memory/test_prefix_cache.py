@@ -102,7 +102,7 @@ def test_originals_that_no_table_has_are_found_after_a_preemption() -> None:
     manager = PagedManager(32, 4, copy_at_fork=True)
     tokens = np.arange(9)
     group = Group(Request(0, 9, 6, 2, Decoding.sample, TokenIdentity(0, tokens)))
-    group.block_hashes = []  # as of a prompt that no other request has
+    group.block_hashes = {None: []}  # as of a prompt that no other request has
     manager.admit(group, [])
     root = group.sequences[0]
     manager.extend(ScheduledRow(root, 9, True))
