@@ -355,15 +355,25 @@ def beyond_peak(trials: Trials, rate: float) -> str:
 def _rates(
     trials: Trials, seeds: int, precision: float, tell: Tell, block_size: int | None
 ) -> Estimate | NoEdge:
-    """One edge for each seed."""
+    """One edge for each seed.
+
+    Raises:
+        ConfigError: the client holds requests back, so that no rate is too high for the server.
+    """
+    replay = trials.config.replay
+    if replay.mode in (ReplayMode.closed, ReplayMode.offline) or replay.max_in_flight:
+        key, held = ("max_in_flight", replay.max_in_flight) if replay.max_in_flight else ("mode", replay.mode)
+        raise ConfigError(
+            f"replay.{key}", f"{held}, so the client sets the rate and none can be searched for"
+        )
     start, edges = trials.config.workload.request_rate or 1.0, []
     search = _RateSearch(precision, block_size)
     for seed, edge in enumerate(_of_seeds(trials, seeds, search, start)):
         if edge.good is None:
-            reason = (
-                f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed}). {why_not(trials.made[-1])}"
+            missed = why_not(trials.made[-1])
+            return NoEdge(
+                f"not even {LOWEST_RATE:g} requests/s meet the SLO (seed {seed}). {missed}", endless=False
             )
-            return NoEdge(reason, endless=False)
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO (seed {seed})", endless=True)
         edges.append(edge.good)

@@ -292,7 +292,8 @@ class _Adviser:
     def admission(self, advice: Advice) -> None:
         """The rate from which on requests are admitted by their first chunk and have no room for the rest."""
         span_s = (self._trace.requests[-1].arrival_us - self._trace.requests[0].arrival_us) / 1e6
-        if span_s <= 0 or self.config.replay.mode is not ReplayMode.trace:
+        held = self._trace.header.client.max_in_flight or self.config.replay.max_in_flight
+        if span_s <= 0 or held or self.config.replay.mode is not ReplayMode.trace:
             advice.notes.append(
                 "requests do not arrive at the times of the trace: no rate at which admission thrashes was looked for"
             )

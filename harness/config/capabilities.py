@@ -62,9 +62,8 @@ class Asked:
     drafts: bool
     may_share: bool
     experts: bool
-    waits: (
-        str | None
-    )  # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
+    # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
+    waits: str | None
 
     @property
     def single(self) -> bool:

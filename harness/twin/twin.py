@@ -57,7 +57,7 @@ class Twin:
             return self.log.series
         requests = self.log.requests
         end = float(requests.last_token_s.max())
-        at_s: FloatArray = np.linspace(0.0, end, min(_MOST_TICKS, int(end / _TICK_S) + 2))
+        at_s: FloatArray = np.linspace(0.0, end, int(np.clip(end / _TICK_S + 2, 100, _MOST_TICKS)))
         running, waiting = requests.under_way(at_s)
         return Timeseries(at_s, running.astype(np.float64), waiting.astype(np.float64))
 

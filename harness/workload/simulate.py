@@ -302,8 +302,7 @@ def predict(point: Point, cost: CostModel) -> Prediction:
     """The free-running prediction: with its rows where `replay.records` keeps them, else in constant memory."""
     if not point.replay.records:
         return simulate_metrics(point, cost)
-    log = simulate(point, cost)
-    return prediction_of(log, cost.source)
+    return prediction_of(simulate(point, cost), cost.source)
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:

@@ -113,13 +113,12 @@ def reshaped_trace(config: RunConfig) -> Trace:
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """No search for cycles while requests are made, which have none: it would take a third of the time."""
-    was_on = gc.isenabled()
+    restore = gc.enable if gc.isenabled() else gc.disable
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
-            gc.enable()
+        restore()
 
 
 def _source_key(config: RunConfig) -> tuple[Any, ...]:
@@ -269,9 +268,8 @@ class Traffic:
 
     def _own(self, rows: Sequence[TraceRequest], requests: Iterable[TimedRequest]) -> Arrivals:
         if self.mode is ReplayMode.closed:
-            return ClosedLoop(
-                (timed.request for timed in requests), len(rows), self.users, self.pauses_ns(rows)
-            )
+            sent = (timed.request for timed in requests)
+            return ClosedLoop(sent, len(rows), self.users, self.pauses_ns(rows))
         if self.turns:
             turns = zip(rows, requests, self.pauses_ns(rows), strict=True)
             return Sessions([Turn(timed, turns_before(row), pause) for row, timed, pause in turns])
