@@ -54,15 +54,15 @@ def shortened(text: str) -> str:
     return "\n".join(lines)
 
 
-def one_line(text: object) -> str:
-    """A text of a file that somebody else may have written, with its breaks escaped: it adds no line to an answer."""
-    return "\\n".join(str(text).splitlines())
+def one_line(text: object, most: int = _MOST_CHARACTERS) -> str:
+    """A text of a file that somebody else may have written: its breaks escaped, so that it adds no line, and cut."""
+    return _cut("\\n".join(str(text).splitlines()), most)
 
 
-def _cut(line: str) -> str:
-    if len(line) <= _MOST_CHARACTERS:
+def _cut(line: str, most: int = _MOST_CHARACTERS) -> str:
+    if len(line) <= most:
         return line
-    half = _MOST_CHARACTERS // 2
+    half = most // 2
     return f"{line[:half]} [... {len(line) - 2 * half:,} more characters ...] {line[-half:]}"
 
 

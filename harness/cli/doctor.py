@@ -9,6 +9,7 @@ from harness.cluster import refuse_beside_jobs
 from harness.cluster.book import Book
 from harness.cluster.slurm import log_of
 from harness.config.errors import UserError
+from harness.config.foreign import Foreign
 from harness.config.overrides import of_a_file, parse_override, quoted
 from harness.config.paths import is_url
 from harness.config.schema import RunConfig
@@ -21,7 +22,11 @@ from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import Health, examine, set_aside, survey
 from harness.sweep.execute import execute
-from harness.sweep.plan import SweepRequest, plan_sweep, run_request, sweep_request
+from harness.sweep.plan import FIXED, SweepRequest, plan_sweep, run_request, sweep_request
+
+# Settings that say nothing of a point, but where it runs and what is written where: a repair has its own.
+_OF_PLACES = (*(key for key in FIXED if key != "name"), "cost.cache_dir")
+_LONGEST_COMMAND = 20_000  # characters; a longer one was not typed
 
 
 def status_command(arguments: Arguments) -> int:
@@ -53,7 +58,9 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
         say(f"    traceback: {Layout(root).failure(point.fingerprint)}")
     report.say_more(len(failed))
     if left or failed:
-        say(f"{left} not run yet. Go on with: {one_line(command_for(root, manifest))}")
+        say(f"{left} not run yet. Go on with: {one_line(command_for(root, manifest), _LONGEST_COMMAND)}")
+        if doubt := _doubt(root, manifest):
+            say(f"read that command before you type it: {one_line(doubt)}")
     others = len(content.records) - len(done)
     if others:
         say(f"{numbered(others, 'other point')} of earlier sweeps kept in the same folder")
@@ -61,17 +68,25 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
         say(f"report: {one_line(root / manifest.report)}")
 
 
+def _doubt(root: Path, manifest: Manifest) -> str:
+    """What in the manifest's command no file may ask for; empty where nothing."""
+    try:
+        _request_of(root, manifest)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
 def command_for(root: Path, manifest: Manifest) -> str:
     """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
     recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
     written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
     here = shown(root) if is_url(str(written)) else root.resolve()
-    if (
-        str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
-    ) == here:
-        return manifest.command
-    words = [word for word in shlex.split(manifest.command) if not word.startswith("out=")]
-    return shlex.join([*words, f"out={quoted(shown(root))}"])
+    what, words = _command_of(root, manifest)
+    there = str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
+    if there != here:
+        words = [*(word for word in words if not word.startswith("out=")), f"out={quoted(shown(root))}"]
+    return shlex.join(["python", "-m", "harness", what, *words])
 
 
 def doctor_command(arguments: Arguments) -> int:
@@ -137,12 +152,22 @@ def _repair(
 
 def _request_of(root: Path, manifest: Manifest) -> SweepRequest:
     """The request that the manifest's command makes, for the folder in which it lies now."""
-    words = shlex.split(manifest.command)
+    what, words = _command_of(root, manifest)
+    request = sweep_request if what == "sweep" else run_request
+    own = [word for word in words if word.partition("=")[0] not in _OF_PLACES]
+    return request([*of_a_file(own, f"{root}/sweep.json", root), f"out={quoted(shown(root))}"])
+
+
+def _command_of(root: Path, manifest: Manifest) -> tuple[str, list[str]]:
+    """`run` or `sweep`, and the overrides of the manifest's command.
+
+    Raises:
+        UserError: it is another command.
+    """
+    words = Foreign(manifest.command, f"{root}/sweep.json").words()
     if words[:3] != ["python", "-m", "harness"] or len(words) < 4 or words[3] not in ("run", "sweep"):
-        raise UserError(f"{root}/sweep.json: its command is no sweep: {manifest.command}")
-    overrides = [word for word in words[4:] if "=" in word and not word.startswith(("out=", "-"))]
-    request = sweep_request if words[3] == "sweep" else run_request
-    return request([*of_a_file(overrides, f"{root}/sweep.json"), f"out={quoted(shown(root))}"])
+        raise UserError(f"{root}/sweep.json: its command is no sweep: {one_line(manifest.command)}")
+    return words[3], [word for word in words[4:] if "=" in word and not word.startswith("-")]
 
 
 def logs_command(arguments: Arguments) -> int:

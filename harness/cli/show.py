@@ -6,8 +6,8 @@ from harness.cli import Arguments
 from harness.config.checks import checked
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import UserError
+from harness.config.foreign import is_option_file
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, list_options, purpose
-from harness.config.option_files import is_option_file
 from harness.config.schema import RunConfig
 from harness.console import say
 from harness.sweep.plan import SweepRequest, run_request

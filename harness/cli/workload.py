@@ -242,7 +242,7 @@ def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace, Sequence
         kept = (
             word for word in record.overrides if not word.startswith(("out=", "report.", "measure=", *typed))
         )
-        return _of_trace([*of_a_file(list(kept), f"the record of {name} in {source}"), *words])
+        return _of_trace([*of_a_file(kept, f"the record of {name} in {source}", source), *words])
     written = source / "workload.jsonl"
     if written.is_file():
         return _of_trace(["trace=pagetwin", f"trace.path={written}", *words])

@@ -16,14 +16,12 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml.events import CollectionEndEvent, CollectionStartEvent
 
 from harness.config.errors import ConfigError
+from harness.config.foreign import accept
 from harness.config.groups import groups, list_options, option_file
 from harness.config.schema import RunConfig
 
 BASE = "base"
-# Keys whose value names a class that is imported, or a program that is started.
-RUNS_CODE = ("cache.eviction", "scheduler.order", "scheduler.victim", "scheduler.admission", "oracle.python")
 _LONGEST, _DEEPEST = 1 << 18, 20  # characters and levels of a YAML file of settings
-SUFFIXES = (".yaml", ".yml")
 # Without these a device or a model would be mostly that of the schema's defaults, which are those of a small CPU run.
 _NEEDED: Mapping[str, tuple[str, ...]] = {
     "device": ("name", "memory_gb", "bandwidth_gbs", "tflops"),
@@ -52,15 +50,6 @@ _ASSUMED: Mapping[str, Mapping[str, float | None]] = {
         "host_link_latency_us": 2.0,
     }
 }
-
-
-def refuse_in_file(key: str, value: Any, where: str) -> None:
-    """Raise ConfigError where the value of a key names code to run, or is no plain value; `where` names the file."""
-    typed = f"if you trust it, type {key}=... on the command line of a run of your own"
-    if key in RUNS_CODE and value is not None:
-        raise ConfigError(key, f"{where} names code to run, {str(value)!r}, and no file may; {typed}")
-    if "${" in str(value):
-        raise ConfigError(key, f"{where} holds an interpolation, {str(value)!r}, and no file may; {typed}")
 
 
 def plain_yaml(text: str) -> Any:
@@ -115,11 +104,6 @@ def spelt(value: Any, kind: type) -> Any:
     return "off" if is_off else value
 
 
-def is_option_file(value: Any) -> bool:
-    """Whether the value of a group names a file, and not an option: it ends as YAML files do."""
-    return isinstance(value, str) and value.endswith(SUFFIXES)
-
-
 def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     """Set the group's section of `tree` to what the file says.
 
@@ -139,7 +123,7 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
         if key not in known:
             reason = f"no key {key!r}; the keys are {', '.join([BASE, *sorted(known)])}"
             raise _error(file, line, group, reason)
-        refuse_in_file(f"{group}.{key}", value, f"{file}:{line}")
+        accept(f"{group}.{key}", value, f"{file}:{line}")
         start[key] = spelt(value, type(_defaults(group)[key]))
     missing = [key for key in _NEEDED.get(group, ()) if key not in start]
     if missing:

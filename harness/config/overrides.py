@@ -22,8 +22,8 @@ from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
+from harness.config.foreign import Foreign, accept, is_option_file
 from harness.config.groups import DEPLOYMENT, EXPERIMENTS, experiments, groups, list_options
-from harness.config.option_files import is_option_file, refuse_in_file
 from harness.config.schema import RunConfig
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -133,16 +133,15 @@ def parse_overrides(texts: Sequence[str]) -> list[Axis]:
     return list(axes.values())
 
 
-def of_a_file(texts: Sequence[str], where: str) -> list[str]:
-    """Overrides that stand in the file `where`, which may be that of a stranger; commands take them from here alone.
+def of_a_file(texts: Iterable[str], where: str, folder: Path | None = None) -> list[Foreign]:
+    """Overrides that stand in the file `where`, checked; `folder` is what was downloaded with it (`Foreign`).
 
     Raises:
-        UserError: one of them names code to run or holds an interpolation; or as `parse_overrides`.
+        UserError: one of them may not stand in a file (`accept`); or as `parse_overrides`.
     """
-    for axis in parse_overrides(texts):
-        for setting in axis.settings:
-            refuse_in_file(axis.key, setting.value, where)
-    return list(texts)
+    found = [Foreign(text, where, folder) for text in texts]
+    parse_overrides(found)
+    return found
 
 
 def refuse_resolver(key: str, value: Any) -> None:
@@ -154,14 +153,22 @@ def refuse_resolver(key: str, value: Any) -> None:
         )
 
 
-@lru_cache(maxsize=4096)
 def parse_override(text: str) -> Axis:
     """Parse one override into its key and its one or more settings.
 
     Raises:
-        UserError: not `key=value` in Hydra's grammar.
+        UserError: not `key=value` in Hydra's grammar, or a `Foreign` text with a value that no file may give.
         UnknownKeyError: no such key, group or option; names the nearest.
     """
+    axis = _parsed(str(text))
+    if isinstance(text, Foreign):
+        for setting in axis.settings:
+            accept(axis.key, setting.value, text.where, text.folder)
+    return axis
+
+
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> Axis:
     override = _parse(text)
     key = override.key_or_group
     _check_key(override, key, text)

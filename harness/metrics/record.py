@@ -10,6 +10,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any, Literal, TypedDict
 
+from harness.config.foreign import Foreign
 from harness.metrics import METRICS, Metric
 
 
@@ -149,6 +150,8 @@ class PointRecord:
                 raise ValueError(f"its section '{name}' is no table of keys and values")
         if not all(_FILE.fullmatch(name) for name in given.get("digests", ())):
             raise ValueError("its section 'digests' is no table of file names")
+        where = f"the record of {str(given.get('fingerprint'))[:64]}"
+        given["overrides"] = [Foreign(text, where) for text in given.get("overrides", ())]
         return cls(**given)
 
     @property

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from harness.config.foreign import Foreign
 from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.atomic import write_files
 from harness.store.commit import SCHEMA, Layout, json_bytes
@@ -30,7 +31,7 @@ class Manifest:
     """The last sweep (or run) of a store."""
 
     name: str
-    command: str  # repeats the sweep
+    command: str  # repeats the sweep; `Foreign` where it was read
     overrides: tuple[str, ...]  # as given, the experiment's included
     points: tuple[SweepPoint, ...]
     report: str | None = None  # relative path of the report written from exactly these points
@@ -61,10 +62,11 @@ def read_manifest(root: Path) -> Manifest | None:
         _check_version(path, value["schema"])
         if value["report"] is not None and not _is_inside(value["report"]):
             raise ValueError(f"its report {value['report']!r} lies outside the store")
+        where = (str(path), root)
         return Manifest(
             name=value["name"],
-            command=value["command"],
-            overrides=tuple(value["overrides"]),
+            command=Foreign(value["command"], *where),
+            overrides=tuple(Foreign(text, *where) for text in value["overrides"]),
             points=_points(value["points"]),
             report=value["report"],
             verdict=tuple(value["verdict"]),

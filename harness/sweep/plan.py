@@ -26,6 +26,7 @@ from harness.config.checks import check_settings
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.execution import EXECUTION_KEYS
+from harness.config.foreign import is_option_file
 from harness.config.groups import (
     DEPLOYED,
     DEPLOYMENT,
@@ -35,7 +36,7 @@ from harness.config.groups import (
     list_options,
     option_file,
 )
-from harness.config.option_files import BASE, is_option_file, plain_yaml, spelt
+from harness.config.option_files import BASE, plain_yaml, spelt
 from harness.config.overrides import (
     MOST_POINTS,
     Axis,
@@ -207,7 +208,7 @@ def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
-def experiment_overrides(name: str) -> list[str]:
+def experiment_overrides(name: str) -> Sequence[str]:
     """The overrides of an experiment: a YAML list in `conf/experiment/<name>.yaml`, or in a file of the user's own.
 
     Raises:

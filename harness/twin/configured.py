@@ -114,7 +114,7 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
     own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
-    own = of_a_file([*device, *model, *own], f"the log of {log.name}")
+    own = [*of_a_file([*device, *model, *own], f"the log of {log.name}")]
     words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
     config = normalise(_composed(words))
     errors = check_config(config)

@@ -203,7 +203,9 @@ def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest
     ]
     assert main([*run, *settings]) == 0
     capsys.readouterr()
-    assert main(["advise", str(store)]) == 0
+    assert main(["advise", str(store)]) == 2  # a file outside of the store is read where it is typed
+    assert "names a file outside of it" in capsys.readouterr().err
+    assert main(["advise", str(store), f"trace.path={file}"]) == 0
     shown = capsys.readouterr().out
     assert "Keep 32." in shown
     assert "simulated 6 requests on h100 with llama-3-8b" in shown
