@@ -1,6 +1,7 @@
 """Changes to a trace, as pure functions. Each returns a new trace, whose header says what was changed.
 
-The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, drop_oversize.
+The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, one_request_per_sample,
+drop_oversize.
 `slice_rows` and `slice_time` cut a window. Requests keep their ids and the times between them, and the first arrives
 at 0. `Links` repairs `parent` and `after` when requests are dropped: a request that waited for a dropped one then waits
 for what that one waited for.
@@ -21,6 +22,7 @@ from traces.formats.rows import TraceRow
 from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
 
 _CHOICE_STREAM = 4
+_OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
 _LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e9  # arrivals are whole microseconds in 64 bits
 
@@ -170,6 +172,43 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
     )
     return trace.changed(
         requests, f"time scaled from {trace.mean_rate:.4g} to {requests_per_s:.4g} requests/s"
+    )
+
+
+def keyed_text(row: TraceRequest) -> tuple[Segment, ...]:
+    """The segments of a prompt, with keys for text that no other request has: so requests made of this one find it."""
+    return tuple(
+        Segment(_OWN_TEXT + (row.request_id << 12) + index if part.key is None else part.key, part.tokens)
+        for index, part in enumerate(row.segments)
+    )
+
+
+def one_request_per_sample(trace: Trace, widths: Mapping[int, int]) -> Trace:
+    """The trace with a request for each sample, all with the same prompt: vLLM's parallel sampling.
+
+    `widths` has the number of samples by request id. Text that no other request has is keyed, so that the samples of
+    one request find it. Sample b of request i is request i x (the greatest width) + b.
+    """
+    most = max(widths.values(), default=1)
+
+    def samples(request_id: int) -> tuple[int, ...]:
+        return tuple(request_id * most + branch for branch in range(widths.get(request_id, 1)))
+
+    rows = []
+    for row in trace.requests:
+        after = tuple(sample for each in row.after for sample in samples(each))
+        parent = None if row.parent is None else row.parent * most
+        alike = replace(
+            row, segments=keyed_text(row), after=after, parent=parent, n=None, best_of=None, beam_width=None
+        )
+        rows += [
+            replace(alike, request_id=sample, output_key=None if number else row.output_key)
+            for number, sample in enumerate(samples(row.request_id))
+        ]
+    return trace.changed(
+        tuple(rows),
+        f"{len(rows):,} samples of {len(trace.requests):,} requests are requests of their own (decoding.sharing="
+        "prefix_cache): rates, hits and latencies are those of samples",
     )
 
 

@@ -5,7 +5,7 @@ A row of the trace may name its own width. All other rows are decoded as the con
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,9 @@ from harness.replay.cost_model import CostSource
 from harness.store import ForeignFileError
 from harness.store.commit import Layout
 from harness.store.reading import read_columns
-from traces.trace import Segment, Trace, TraceRequest
+from traces.trace import Trace, TraceRequest
 
 SHORT = 2_000  # requests; the replay of more takes so long that looking through them does not count
-_OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
 _WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}
 
 
@@ -74,62 +73,6 @@ class TraceDecoding:
             return trace.changed(trace.requests, sentence)
         parts = (f"{count:,} {_WORDS[each.mode].format(each.width)}" for each, count in found.items())
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
-
-
-def keyed_text(row: TraceRequest) -> tuple[Segment, ...]:
-    """The segments of a prompt, with keys for text that no other request has: so requests made of this one find it."""
-    return tuple(
-        Segment(_OWN_TEXT + (row.request_id << 12) + index if part.key is None else part.key, part.tokens)
-        for index, part in enumerate(row.segments)
-    )
-
-
-def resubmitted(trace: Trace, decoding: TraceDecoding) -> Trace:
-    """The trace with a note that its beams are sent as requests (`harness.workload.beam_requests`).
-
-    Raises ConfigError where rows have samples too, which the prefix cache serves in another way.
-    """
-    if any(each.width > 1 and each.mode is Decoding.sample for each in map(decoding.of, trace.requests)):
-        raise ConfigError(
-            "decoding.sharing",
-            "prefix_cache, but the requests of the trace have samples and beams; set workload.widths=configured",
-        )
-    return trace.changed(
-        trace.requests,
-        "a client sends a request for the prompt, and for each beam and further token one more (decoding.sharing="
-        "prefix_cache): rates, hits and latencies are those of these requests",
-    )
-
-
-def one_request_per_sample(trace: Trace, decoding: TraceDecoding) -> Trace:
-    """The trace with a request for each sample, all with the same prompt: vLLM's parallel sampling.
-
-    Text that no other request has is keyed, so that the samples of one request find it. Sample b of request i is
-    request i x (the greatest width) + b.
-    """
-    widths = {row.request_id: decoding.of(row) for row in trace.requests}
-    most = max((each.width for each in widths.values()), default=1)
-
-    def samples(request_id: int) -> tuple[int, ...]:
-        own = widths.get(request_id)
-        return tuple(request_id * most + branch for branch in range(own.width if own else 1))
-
-    rows = []
-    for row in trace.requests:
-        after = tuple(sample for each in row.after for sample in samples(each))
-        parent = None if row.parent is None else row.parent * most
-        alike = replace(
-            row, segments=keyed_text(row), after=after, parent=parent, n=None, best_of=None, beam_width=None
-        )
-        rows += [
-            replace(alike, request_id=sample, output_key=None if number else row.output_key)
-            for number, sample in enumerate(samples(row.request_id))
-        ]
-    return trace.changed(
-        tuple(rows),
-        f"{len(rows):,} samples of {len(trace.requests):,} requests are requests of their own (decoding.sharing="
-        "prefix_cache): rates, hits and latencies are those of samples",
-    )
 
 
 def names_widths(requests: tuple[TraceRequest, ...]) -> bool:

@@ -33,11 +33,8 @@ from harness.workload.decoding import (
     RequestDecoding,
     TraceDecoding,
     drawn_outcomes_of,
-    keyed_text,
     names_widths,
-    one_request_per_sample,
     recorded_parents,
-    resubmitted,
     trace_decoding_of,
 )
 from harness.workload.deployment import (
@@ -50,7 +47,7 @@ from harness.workload.deployment import (
 from harness.workload.trace import Traffic, reshaped_trace, retimed, traffic_of
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
-from traces.reshape import drop_oversize
+from traces.reshape import drop_oversize, keyed_text, one_request_per_sample
 from traces.trace import Segment, Trace, TraceRequest, revised
 
 Identify = Callable[[TraceRequest], BlockIdentity]
@@ -201,7 +198,8 @@ class Point:
         rows, device = self.trace.requests, self.deployment.device
         source = self.workload.traffic.arrivals(rows, requests)
         if client is not None:
-            source = Resubmitting(source, client, sum(requests_sent(_request(self, row)) for row in rows))
+            total = sum(requests_sent(_request(self, row)) for row in rows)
+            source = Resubmitting(source, client, total)
         if not (device.frontend_request_us or device.frontend_token_us):
             return source
         return FrontEnd(source, round(1000 * device.frontend_request_us), 1000 * device.frontend_token_us)
@@ -281,22 +279,18 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
         ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
     """
     deployment = deployment_of(config)
-    trace_decoding = trace_decoding_of(config)
-    trace = trace_decoding.noted(recorded or retimed(reshaped_trace(config), config))
+    trace_decoding, drawn = trace_decoding_of(config), drawn_outcomes_of(config)
+    trace = recorded or retimed(reshaped_trace(config), config)
     traffic = traffic_of(config, trace.header.client)
     _check_span(trace)
-    beams = _has_beams(config, trace, trace_decoding)
-    by_prefix = config.decoding.sharing is Sharing.prefix_cache
-    resubmits = by_prefix and beams
-    if config.measure and config.decoding.sharing is Sharing.tail_at_fork and beams:
-        raise ConfigError("decoding.sharing", NO_INDIRECTION)
+    resubmits = _client_sends_beams(config, trace, trace_decoding)
+    trace = trace_decoding.noted(trace)
     if resubmits:
-        trace = resubmitted(trace, trace_decoding)
-    elif by_prefix and recorded is None:
-        trace = one_request_per_sample(trace, trace_decoding)
-        single = replace(trace_decoding.configured, width=1)
-        trace_decoding = TraceDecoding(single, recorded=False)
-    drawn = drawn_outcomes_of(config)
+        trace = trace.changed(trace.requests, _RESUBMITTED)
+    elif config.decoding.sharing is Sharing.prefix_cache and recorded is None:
+        widths = {row.request_id: trace_decoding.of(row).width for row in trace.requests}
+        trace = one_request_per_sample(trace, widths)
+        trace_decoding = TraceDecoding(replace(trace_decoding.configured, width=1), recorded=False)
     workload = Workload(trace, trace_decoding, traffic, drawn, resubmits, config.workload.seed)
     point = Point(deployment, workload, config.replay, config.oracle, config.name)
     for way, is_on, head in (
@@ -330,11 +324,35 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     return replace(point, workload=replace(point.workload, drawn=drawn))
 
 
-def _has_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDecoding) -> bool:
-    """Whether a request has beams; not looked up where beams share as all others do."""
-    if config.decoding.sharing is Sharing.copy_on_write:
+_RESUBMITTED = (
+    "a client sends a request for the prompt, and for each beam and further token one more (decoding.sharing="
+    "prefix_cache): rates, hits and latencies are those of these requests"
+)
+
+
+def _client_sends_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDecoding) -> bool:
+    """Whether beams are sent as requests (`harness.workload.beam_requests`).
+
+    Raises:
+        ConfigError: the engine has no such beams, or the trace has samples too, which the prefix cache serves in
+            another way.
+    """
+    sharing = config.decoding.sharing
+    if sharing is Sharing.copy_on_write:
         return False
-    return any(trace_decoding.of(row).mode is Decoding.beam for row in trace.requests)
+    decodings = {trace_decoding.of(row) for row in trace.requests}
+    if all(each.mode is not Decoding.beam for each in decodings):
+        return False
+    if sharing is Sharing.tail_at_fork:
+        if config.measure:
+            raise ConfigError("decoding.sharing", NO_INDIRECTION)
+        return False
+    if any(each.width > 1 and each.mode is Decoding.sample for each in decodings):
+        raise ConfigError(
+            "decoding.sharing",
+            "prefix_cache, but the requests of the trace have samples and beams; set workload.widths=configured",
+        )
+    return True
 
 
 def _check_span(trace: Trace) -> None:
