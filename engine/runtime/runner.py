@@ -163,7 +163,8 @@ class Runner:
                 f"temperature {temperature} above 0"
             )
         check_kv_dtype(kv_dtype, loaded.device, backend)
-        self.backend = engine_backend(backend, loaded.device, demands_of((loaded, draft), kv_dtype))
+        demands = demands_of((loaded, draft), kv_dtype)
+        self.backend = engine_backend(backend, loaded.device, demands)
         sizes = (num_blocks, block_size, host_blocks, kv_dtype)
         self.pool: KVPool | GroupedPool
         if groups is None:
@@ -183,7 +184,7 @@ class Runner:
         self.audits = 0  # number of audited steps
         self.failures: dict[int, NaNLogitsError] = {}  # by request id, until the runner's owner takes them
         self._isolate = isolate
-        self._loaded = loaded
+        self.loaded = loaded
         self._poisons = audit != "off"
         self._audit_every = {"off": 0, "sampled": audit_every, "full": 1}[audit]
         self._chooser = choose.TokenChooser(seed, temperature)
@@ -203,10 +204,10 @@ class Runner:
 
     def add(self, request: Request, prompt_ids: IntArray, rules: DecodingRules = DEFAULT_RULES) -> None:
         """Register a request with its prompt ids `[prompt_tokens]` before its first row. Raises CoreError."""
-        if request.width > self._loaded.vocab_size:
+        if request.width > self.loaded.vocab_size:
             raise CoreError(
                 f"request {request.request_id}: width {request.width} exceeds the vocabulary of "
-                f"{self._loaded.vocab_size}"
+                f"{self.loaded.vocab_size}"
             )
         self._generations[request.request_id] = Generation(request, prompt_ids, rules)
 
@@ -292,9 +293,9 @@ class Runner:
         return build_batch(rows, self._generations, self.pool.block_size, self.pool.device)
 
     def _paged(self, batch: StepBatch) -> LayerAttention:
-        pool, workspace = self.pool, self._loaded.workspace
+        pool, workspace = self.pool, self.loaded.workspace
         if isinstance(pool, GroupedPool):
-            singly = self._loaded.singly
+            singly = self.loaded.singly
             return GroupedStep(batch, pool, workspace, self.backend, self._timer, singly=singly)
         metadata = attention_metadata(batch.layout, pool, workspace, self.backend)
         return PagedStep(metadata, batch.slots, pool, self._timer)
@@ -304,11 +305,11 @@ class Runner:
         assert paged is not None
         with ExitStack() as hooks:
             if isinstance(paged, GroupedStep):
-                hooks.enter_context(mixing(self._loaded.mixers, paged.states))
-                if self._loaded.latent_shapes:
-                    hooks.enter_context(latents(self._loaded.model))
+                hooks.enter_context(mixing(self.loaded.mixers, paged.states))
+                if self.loaded.latent_shapes:
+                    hooks.enter_context(latents(self.loaded.model))
             ids, positions = batch.input_ids, batch.position_ids
-            return choose.forward_output(self._loaded.logits(ids, positions, paged, batch.logit_index))
+            return choose.forward_output(self.loaded.logits(ids, positions, paged, batch.logit_index))
 
     def _witness(self, step: int, rows: Sequence[Row], batch: StepBatch, audits: bool) -> float:
         """Note the writes of every group, and check a step that is audited; returns the seconds of that."""
@@ -348,7 +349,7 @@ class Runner:
     def _now(self) -> float:
         """The clock, after the device has finished all work."""
         if self._on_cuda:
-            torch.cuda.synchronize(self._loaded.device)
+            torch.cuda.synchronize(self.loaded.device)
         return self._clock()
 
 

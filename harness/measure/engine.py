@@ -24,7 +24,7 @@ from harness.replay.executors import Executor, PinnedEnds
 from harness.replay.features import FeatureMeter
 from harness.replay.loop import Progress
 from harness.replay.recorder import MeasuredRun, PlanRecording
-from harness.workload.deployment import Deployment, draft_of, model_spec
+from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import Observe, new_log, replay_point
 from traces.tokens import token_ids
@@ -32,23 +32,18 @@ from traces.tokens import token_ids
 _WARM_UP = 6  # requests
 
 
-def loaded_model(deployment: Deployment) -> LoadedModel:
-    """The model on its device, loaded once per process; threads are set each time."""
+def loaded_models(deployment: Deployment, *, drafts: bool) -> tuple[LoadedModel, LoadedModel | None]:
+    """The model on its device, and with `drafts` the one that proposes tokens; threads are set each time."""
     import torch
 
     if deployment.runs_on == "cpu":
         torch.set_num_threads(deployment.engine.threads)
-    return _loaded(deployment.model_spec, deployment.runs_on)
+    specs = [deployment.model_spec, *([deployment.draft_spec] if drafts else [])]
+    models = [_loaded(spec, deployment.runs_on) for spec in specs]
+    return models[0], models[1] if drafts else None
 
 
-def draft_model(deployment: Deployment, loaded: LoadedModel) -> LoadedModel:
-    """The model that proposes tokens: the configured checkpoint, or the model itself."""
-    if (path := deployment.decoding.draft_path) is None:
-        return loaded
-    return _loaded(model_spec(draft_of(deployment.model, path)), deployment.runs_on)
-
-
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=2)  # once per process
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
     if can_pack(loaded.model) and is_small(loaded.model):
@@ -75,9 +70,9 @@ def measure(
     however long the engine takes. What `observe` makes looks at the replay, off the clock.
     """
     deployment, workload = point.deployment, point.workload
-    loaded, algorithm = loaded_model(deployment), deployment.cache.hash
     clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
-    runner = _runner(point, loaded, seed, clock)
+    runner, algorithm = _runner(point, seed, clock), deployment.cache.hash
+    loaded = runner.loaded
     ids = {"seed": workload.seed, "vocab_size": loaded.vocab_size, "first_id": loaded.first_token_id}
     prompts = {row.request_id: token_ids(row, **ids) for row in workload.trace.requests}
     requests = point.requests(
@@ -110,11 +105,11 @@ def measure(
     return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
 
 
-def _runner(point: Point, loaded: LoadedModel, seed: int, clock: Callable[[], float]) -> Runner:
+def _runner(point: Point, seed: int, clock: Callable[[], float]) -> Runner:
     """A runner for the point. Raises ConfigError where its groups of layers are not those of the model."""
     deployment, pool, groups = point.deployment, point.pool, point.pool.groups
     drafts, graphs = point.workload.trace_decoding.configured.speculation, graphs_of(deployment)
-    draft = draft_model(deployment, loaded) if drafts else None
+    loaded, draft = loaded_models(deployment, drafts=drafts is not None)
     try:
         return Runner(
             loaded,

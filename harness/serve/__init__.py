@@ -125,7 +125,7 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
     from engine.runtime.llm import has_tokenizer
     from engine.runtime.options import EngineOptions
     from engine.runtime.text import ByteTokenizer, Tokenizer, load_tokenizer
-    from harness.measure.engine import draft_model, loaded_model
+    from harness.measure.engine import loaded_models
 
     def policy(blocks: int, limits: SchedulerLimits) -> Scheduler:
         longest = limits.max_model_len or pool.max_model_len
@@ -140,8 +140,7 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
     deployment = deployment_of(config)
     pool = deployment.pool
     try:
-        loaded = loaded_model(deployment)
-        draft = draft_model(deployment, loaded) if config.decoding.draft_tokens else None
+        loaded, draft = loaded_models(deployment, drafts=config.decoding.draft_tokens > 0)
         tokenizer: Tokenizer
         if config.model.path is not None and has_tokenizer(config.model.path):
             tokenizer = load_tokenizer(config.model.path)

@@ -190,6 +190,12 @@ class Deployment:
         return model_spec(self.model)
 
     @property
+    def draft_spec(self) -> ModelSpec:
+        """The same of the model that proposes tokens: that of the checkpoint for it, or the model itself."""
+        path = self.decoding.draft_path
+        return model_spec(draft_of(self.model, path)) if path else self.model_spec
+
+    @property
     def runs_on(self) -> str:
         """Where the engine runs: `cuda` or `cpu`."""
         return engine_device(self.engine.device)

@@ -12,7 +12,7 @@ from engine.core.options import GroupPages, Preemption, Retention, Scheduling, S
 from harness.config.checks import check_settings
 from harness.config.schema import CostKind, DecodingMode, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.measure.beam_search import TokenBeams
-from harness.measure.engine import loaded_model, measure
+from harness.measure.engine import loaded_models, measure
 from harness.point import check_point, run_point
 from harness.replay.beams import RecordedGenealogy
 from harness.workload.deployment import deployment_of
@@ -132,7 +132,7 @@ def test_the_beams_are_those_of_transformers(config: RunConfig, monkeypatch: pyt
     from engine.runtime.models.load import original_model
 
     workload, client = searched(config, monkeypatch)
-    with original_model(loaded_model(deployment_of(config))) as model:
+    with original_model(loaded_models(deployment_of(config), drafts=False)[0]) as model:
         for row in workload.trace.requests:
             prompt = client._prompts[row.request_id]
             found = model.generate(
