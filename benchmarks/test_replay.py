@@ -16,7 +16,7 @@ from harness.point.cost import cost_model
 from harness.replay.folds import Prediction
 from harness.sweep.plan import run_request
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate_metrics
+from harness.workload.simulate import predict
 
 pytestmark = pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
 ROUNDS, WARM_UP = 3, 200  # requests of the warm-up, which compiles what is compiled
@@ -64,9 +64,9 @@ def workload(family: str, requests: int, way: str) -> tuple[Point, Any]:
 def replayed(benchmark: Any, family: str, requests: int, way: str) -> None:
     """Time the replay; every request must finish."""
     benchmark.group = f"replay: {family}"
-    simulate_metrics(*workload(family, min(WARM_UP, requests), way))
+    predict(*workload(family, min(WARM_UP, requests), way), rows=False)
     drawn, cost = workload(family, requests, way)
-    found: Prediction = benchmark.pedantic(simulate_metrics, args=(drawn, cost), rounds=ROUNDS)
+    found: Prediction = benchmark.pedantic(predict, args=(drawn, cost), kwargs={"rows": False}, rounds=ROUNDS)
     assert found.outcome["finished"] == len(drawn.trace.requests)
     if benchmark.enabled:
         seconds = benchmark.stats.stats.median

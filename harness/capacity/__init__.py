@@ -25,7 +25,7 @@ from harness.point.cost import cost_model
 from harness.workers import in_workers
 from harness.workload.deployment import deployment_of, model_shape
 from harness.workload.point import NEVER_FITS, resolve
-from harness.workload.simulate import simulate_metrics
+from harness.workload.simulate import predict
 
 _GOAL = re.compile(r"\s*(\w+)\s*(<=|>=|<|>)\s*([-+.\deE]+)\s*")
 # Requests that were left out: by the trace reader, or longer than the model takes. They break no goal.
@@ -159,7 +159,7 @@ class Trials:
         outcome = {NEVER_FITS: dropped.pop(NEVER_FITS, 0), DROPPED: sum(dropped.values())}
         if outcome[NEVER_FITS]:
             return self._trial(config, {}, outcome, None)
-        prediction = simulate_metrics(point, cost_model(point.deployment))
+        prediction = predict(point, cost_model(point.deployment), rows=False)
         outcome = {**prediction.outcome, **outcome}
         return self._trial(config, prediction.metrics, outcome, prediction.extrapolated)
 

@@ -19,7 +19,7 @@ from harness.point.cost import cost_model
 from harness.replay.folds import Prediction
 from harness.workload.deployment import PoolShape, deployment_of, layer_sets, max_position, model_shape
 from harness.workload.point import resolve
-from harness.workload.simulate import simulate_metrics
+from harness.workload.simulate import predict
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
 from traces.trace import Trace
 
@@ -121,7 +121,7 @@ class _Adviser:
         config = replace(config, cache=cache, scheduler=scheduler)
         trace = self._trace if faster == 1 else _faster(self._trace, faster)
         point = resolve(config, trace)
-        return simulate_metrics(point, cost_model(point.deployment))
+        return predict(point, cost_model(point.deployment), rows=False)
 
     # -- block size ----------------------------------------------------------------------------------------
 

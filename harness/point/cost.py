@@ -32,7 +32,7 @@ from harness.environment import engine_kernels
 from harness.replay.cost_model import CostModel, CostSource
 from harness.workload.deployment import Deployment, draft_of, model_shape, unmodelled
 from harness.workload.point import Point
-from harness.workload.simulate import simulate_metrics
+from harness.workload.simulate import predict
 
 if TYPE_CHECKING:
     from harness.cost.kernel_table import TimedAttention
@@ -158,7 +158,7 @@ def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
 
 def _metrics(point: Point, cost: RooflineCost, device: DeviceShape) -> dict[str, float]:
     other = RooflineCost(cost.model, device, cost.draft)
-    metrics = simulate_metrics(point, other).metrics
+    metrics = predict(point, other, rows=False).metrics
     return {name: metrics[name] for name in METRICS if name in metrics}
 
 

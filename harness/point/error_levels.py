@@ -55,7 +55,6 @@ def error_levels(
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     predicted = np.concatenate([one.attention_s for one in told])
     return {
-        "counts": _counts(point, runs),
         "kernel": {
             **held_out_error(predicted, attention),
             "measured_mean_s": float(attention.mean()),
@@ -64,8 +63,9 @@ def error_levels(
         "teacher_forced": teacher_forced(told),
         "spread": _spread(told),
         "attribution": attribution(told, compute_metrics(simulated)),
-        "divergence": divergence(runs[0].log, simulated),
         "suspect": suspect(told),
+        "divergence": divergence(runs[0].log, simulated),
+        "counts": _counts(point, runs),
         "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
     }
 

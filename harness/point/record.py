@@ -43,6 +43,8 @@ def make_record(
     deployment, trace, analytic = point.deployment, point.trace, _analytic(point)
     measured = [compute_metrics(run.log) for run in runs]
     comparison = compare(analytic, simulated.metrics, measured)
+    pool = _pool_section(point) | (_engine_note(deployment) if runs else {})
+    levels = error_levels(point, runs, cost, comparison, simulated.log) if runs else {}
     return PointRecord(
         name=point.name,
         trace={
@@ -53,7 +55,7 @@ def make_record(
             "output_tokens": sum(row.output_tokens for row in trace.requests),
             "realised_prefix_share": realised_prefix_share(trace),
         },
-        pool=_pool_section(point) | (_engine_note(deployment) if runs else {}),
+        pool=pool,
         environment=environment(deployment.device_at_hand, str(deployment.clock_used))
         | ({"engine_kernels": engine_kernels(deployment.engine)} if runs else {}),
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
@@ -74,7 +76,7 @@ def make_record(
         if runs
         else {},
         comparison=comparison,
-        levels=error_levels(point, runs, cost, comparison, simulated.log) if runs else {},
+        levels=levels,
         # Not counted here: an audit that finds a mismatch raises AuditError, and the point fails instead of recording.
         audit={"checks": sum(run.audits for run in runs), "mismatches": 0} if runs else {},
         seconds=seconds,

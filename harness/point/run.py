@@ -206,20 +206,21 @@ def point_stages(
         runs, pace, seconds["measured_over"] = yield from _measure(point, cost, progress, session)
     paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
     predicted_from = time.perf_counter()
-    simulated = predict(point, paced)
+    simulated = predict(point, paced, rows=point.replay.records)
     seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
     compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
+    tables, files = tables_of(simulated.log, runs), files_of(simulated.log, runs)
+    bounds = bounds_of(point, paced)
+    # the teacher-forced error is that of prices that had not followed the pace
+    unscaled = teacher_forced(priced(runs, cost), clocked=True) if pace else None
     record = make_record(
         *(point, paced, simulated, runs),
-        bounds=bounds_of(point, paced),
+        bounds=bounds,
         oracle=compared.section() if compared else None,
-        # the teacher-forced error is that of prices that had not followed the pace
-        pace={**pace.section(), "unscaled": teacher_forced(priced(runs, cost), clocked=True)}
-        if pace
-        else None,
+        pace={**pace.section(), "unscaled": unscaled} if pace else None,
         seconds=seconds,
     )
-    return PointResult(record, tables_of(simulated.log, runs), files_of(simulated.log, runs))
+    return PointResult(record, tables, files)
 
 
 def _measure(

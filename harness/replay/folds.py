@@ -7,7 +7,7 @@ the hull, the range that the cost model was measured on.
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -133,16 +133,12 @@ class Prediction:
     totals: Totals
     log: RunLog
 
-    def without_rows(self) -> "Prediction":
-        """The same with an empty log."""
-        log = self.log
-        return replace(self, log=empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token))
 
-
-def prediction_of(log: RunLog, source: CostSource) -> Prediction:
-    """The prediction that a kept run log stands for."""
+def prediction_of(log: RunLog, source: CostSource, *, rows: bool) -> Prediction:
+    """The prediction that a kept run log stands for, with its `rows` or without."""
     beyond, totals = extrapolated(source, log.steps), step_totals(as_floats(log.steps))
-    return Prediction(compute_metrics(log), log.outcomes, beyond, totals, log)
+    kept = log if rows else empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
+    return Prediction(compute_metrics(log), log.outcomes, beyond, totals, kept)
 
 
 class Fold(Protocol):

@@ -31,7 +31,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, ReplayMode
 from harness.console import install_hint
 from harness.metrics.log import IntArray, RunLog
-from harness.replay.arrivals import Arrivals, TimedRequest
+from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
 from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
@@ -209,20 +209,15 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
 
     pool, prices, cache = point.pool, prices_of(cost), point.deployment.cache
     assert prices is not None
-    keeps = pool.prefix_caching and cache.retention is Retention.lru
-    return CompiledReplay(
-        requests,
-        point.limits,
-        PlainPool(
-            pool.num_blocks,
-            pool.block_size,
-            keeps,
-            cache.host_tokens // pool.block_size,
-            _keeping(cache, point.trace.requests, pool.block_size),
-        ),
-        prices,
-        asynchronous=point.deployment.scheduler.async_scheduling,
+    memory = PlainPool(
+        pool.num_blocks,
+        pool.block_size,
+        pool.prefix_caching and cache.retention is Retention.lru,
+        cache.host_tokens // pool.block_size,
+        _keeping(cache, point.trace.requests, pool.block_size),
     )
+    asynchronous = point.deployment.scheduler.async_scheduling
+    return CompiledReplay(requests, point.limits, memory, prices, asynchronous=asynchronous)
 
 
 def _keeping(cache: CacheConfig, rows: Sequence[TraceRequest], block_size: int) -> Keeping | None:
@@ -263,8 +258,18 @@ def replay_point(
     kept = memory if fold.keeps_rows else [total for each in memory if (total := each.summed())]
     made = [observe(scheduler)] if observe else []
     arrivals = point.arrivals(requests, client)
-    watching = (recorder, *kept, *observers, *made)
-    _replay(point, env, arrivals, scheduler, executor, *watching, live=live, progress=progress).run()
+    watching: list[Observer] = [recorder, *kept, *observers, *made]
+    Replay(
+        arrivals,
+        scheduler,
+        executor,
+        *watching,
+        progress=progress,
+        live=live,
+        until_ns=point.workload.traffic.until_ns,
+        asynchronous=point.deployment.scheduler.async_scheduling,
+        env=env,
+    ).run()
     recorder.close()
     return {each.field: each.value() for each in kept}
 
@@ -275,34 +280,19 @@ def new_log(point: Point) -> KeptLog:
     return KeptLog(pool.block_size, pool.tokens, pool.slot_bytes)
 
 
-def _replay(
-    point: Point,
-    env: simpy.Environment,
-    arrivals: Arrivals,
-    scheduler: Scheduler,
-    executor: Executor,
-    *observers: Observer,
-    live: dict[int, Request],
-    progress: Progress | None = None,
-) -> Replay:
-    return Replay(
-        arrivals,
-        scheduler,
-        executor,
-        *observers,
-        progress=progress,
-        live=live,
-        until_ns=point.workload.traffic.until_ns,
-        asynchronous=point.deployment.scheduler.async_scheduling,
-        env=env,
-    )
-
-
-def predict(point: Point, cost: CostModel) -> Prediction:
-    """The free-running prediction: with its rows where `replay.records` keeps them, else in constant memory."""
-    if not point.replay.records:
-        return simulate_metrics(point, cost)
-    return prediction_of(simulate(point, cost), cost.source)
+def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = True) -> Prediction:
+    """The free-running prediction: with its rows, or in constant memory, where only the trace and the requests under
+    way are held. Replicas keep their rows until they are merged.
+    """
+    if rows or point.replicas > 1:
+        log = simulate(point, cost, fast_forward=fast_forward)
+        return prediction_of(log, cost.source, rows=rows)
+    compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
+    sizes = pool.block_size, pool.tokens, pool.slot_bytes
+    if _runs_compiled(point, cost, [compiled]):
+        return compiled.prediction(*sizes)
+    beside = _simulated(point, cost, core, fast_forward)
+    return core.prediction(*sizes, **beside)
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
@@ -323,17 +313,6 @@ def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) ->
     single = point.replay.residency is not None or point.deployment.cache.keep is Keep.ttl
     executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
-
-
-def simulate_metrics(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Prediction:
-    """The free-running prediction in constant memory: only the trace and the requests under way are held."""
-    compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
-    if point.replicas > 1:
-        return prediction_of(simulate(point, cost, fast_forward=fast_forward), cost.source).without_rows()
-    if _runs_compiled(point, cost, [compiled]):
-        return compiled.prediction(pool.block_size, pool.tokens, pool.slot_bytes)
-    beside = _simulated(point, cost, core, fast_forward)
-    return core.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **beside)
 
 
 def _runs_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> bool:
@@ -381,14 +360,20 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     """The same for data-parallel replicas on one clock."""
     env, schedulers = simpy.Environment(initial_time=0), [point.scheduler() for _ in range(point.replicas)]
     folds, recorders, replays = [], [], []
-    for lane, scheduler in zip(
-        Balancer(point.arrivals(point.requests()), schedulers).lanes, schedulers, strict=True
-    ):
+    arrivals = point.arrivals(point.requests())
+    for lane, scheduler in zip(Balancer(arrivals, schedulers).lanes, schedulers, strict=True):
         live: dict[int, Request] = {}
         executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
         folds.append(new_log(point))
         recorders.append(Recorder(folds[-1]))
-        replays.append(_replay(point, env, lane, scheduler, executor, recorders[-1], live=live))
+        replay = Replay(
+            *(lane, scheduler, executor, recorders[-1]),
+            live=live,
+            until_ns=point.workload.traffic.until_ns,
+            asynchronous=point.deployment.scheduler.async_scheduling,
+            env=env,
+        )
+        replays.append(replay)
     run_together(replays, env)
     for recorder in recorders:
         recorder.close()

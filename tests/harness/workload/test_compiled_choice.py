@@ -15,12 +15,11 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Compiled
 from harness.point.cost import cost_model
 from harness.replay.cost_model import CostModel
-from harness.replay.folds import prediction_of
 from harness.sweep.plan import run_request
 from harness.workload import simulate as compiled
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate, simulate_metrics
+from harness.workload.simulate import predict
 
 PLAIN = (
     *("measure=false", "cost=roofline", "model=llama3_8b", "device=a100_80gb", "trace=azure_conv"),
@@ -101,8 +100,8 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
     kept, streamed = [], []
     for mode in (Compiled.never, Compiled.always):
         told = replace(workload, replay=replace(workload.replay, compiled=mode))
-        kept.append(prediction_of(simulate(told, cost), cost.source))
-        streamed.append(simulate_metrics(told, cost))
+        kept.append(predict(told, cost, rows=True))
+        streamed.append(predict(told, cost, rows=False))
     for one, other in (kept, streamed):
         assert repr(one.metrics) == repr(other.metrics)  # nan too
         assert (one.outcome, one.totals) == (other.outcome, other.totals)
@@ -130,7 +129,7 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
 def test_always_refuses_a_point_that_needs_the_core(setting: tuple[str, ...], reason: str) -> None:
     workload, cost = point(*setting, "replay.compiled=always")
     with pytest.raises(ConfigError, match=reason) as refusal:
-        simulate_metrics(workload, cost)
+        predict(workload, cost, rows=False)
     assert refusal.value.key == "replay.compiled"
 
 

@@ -21,7 +21,7 @@ from harness.replay.arrivals import OpenLoop
 from harness.replay.replicas import Balancer
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate, simulate_metrics
+from harness.workload.simulate import predict, simulate
 from traces.trace import Trace
 
 TEXTS = (
@@ -136,7 +136,7 @@ def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> Non
 def test_metrics_without_rows_are_those_of_the_rows() -> None:
     point = config("device.data_parallel=2")
     workload, cost = resolve(point), cost_model(deployment_of(point))
-    prediction = simulate_metrics(workload, cost)
+    prediction = predict(workload, cost, rows=False)
     assert prediction.metrics == compute_metrics(simulate(workload, cost))
     assert not len(prediction.log.steps["step"])
 

@@ -15,7 +15,7 @@ from harness.metrics.compute import compute_metrics
 from harness.point.cost import cost_model
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate, simulate_metrics
+from harness.workload.simulate import predict, simulate
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 PROMPT, OUTPUT, SIZE = 100, 24, 16  # six full blocks of the prompt and 4 tokens in a tail
@@ -176,7 +176,7 @@ def test_beams_of_equal_prompts_find_each_others_blocks() -> None:
 def test_a_prediction_without_rows_has_the_figures_of_one_with_rows() -> None:
     workload, cost = workload_of(*BEAMS, trace=one_prompt(rows=5)), cost_model(deployment_of(config(*BEAMS)))
     kept = compute_metrics(simulate(workload, cost))
-    folded = simulate_metrics(workload, cost).metrics
+    folded = predict(workload, cost, rows=False).metrics
     for name in ("finished", "hit_tokens", "computed_tokens", "span", "internal_share"):
         assert folded[name] == pytest.approx(kept[name]), name
 
@@ -187,7 +187,7 @@ def test_a_prediction_without_rows_takes_a_point_that_samples_its_blocks() -> No
         replace(workload_of(), replay=replace(workload_of().replay, residency=rate)) for rate in (1.0, None)
     )
     cost = cost_model(deployment_of(config()))
-    assert simulate_metrics(sampled, cost).metrics == simulate_metrics(plain, cost).metrics
+    assert predict(sampled, cost, rows=False).metrics == predict(plain, cost, rows=False).metrics
 
 
 def test_beams_of_the_trace_are_sent_as_requests() -> None:
