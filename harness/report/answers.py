@@ -6,7 +6,7 @@ any.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import log
 from statistics import median
@@ -16,11 +16,12 @@ from harness.metrics import METRICS
 from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import COUNTS, ClassVerdict, Trust, Verdict, median_interval
 from harness.report import numbers
-from harness.report.axes import BLOCK, POLICY, RATE, Axes
+from harness.report.axes import BLOCK, POLICY, RATE, Axes, short_label
 from harness.report.study import Study
 
 SHARE, BEAMS, SAMPLES = "workload.prefix_share", "decoding.beam_width", "decoding.n"
 RATES, LATENCY = "request_throughput", "norm_latency_mean"
+_LATENCY_WORDS = "end-to-end time per output token"  # what normalized latency is
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
 _SAME = 0.01  # differences below this are none, where nothing was repeated
 _WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
@@ -29,6 +30,31 @@ _SIDES: tuple[Side, ...] = ("measured", "simulated")
 _KNEE = 2.0  # the load at which normalized latency is so many times that of the lowest load
 
 Pair = tuple[PointRecord, PointRecord]
+
+# What a contiguous policy does for each sequence, in words.
+RESERVES = {
+    "contiguous_max": "reserves the longest length",
+    "contiguous_pow2": "reserves the next power of two",
+    "contiguous_oracle": "reserves just the final length",
+}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A cell of the first screen: what to choose for a setting, its effect in a few words, and how sure that is.
+
+    `number` is the part of the effect that counts; `band` is its interval and what it rests on (empty: not known).
+    """
+
+    setting: str
+    value: str
+    number: str
+    effect: str
+    band: str = ""
+
+    def __str__(self) -> str:
+        band = f" ({self.band})" if self.band else ""
+        return f"{self.setting}: {self.value}. {f'{self.number} {self.effect}'.strip()}{band}."
 
 
 @dataclass(frozen=True)
@@ -40,6 +66,7 @@ class Answer:
     text: str
     figure: str = ""
     items: tuple[str, ...] = ()  # further sentences, one by one
+    choice: Choice | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +86,24 @@ class Ratio:
     def __str__(self) -> str:
         return f"{self.middle:.2f} times (95 % interval {self.low:.2f} to {self.high:.2f})"
 
+    @property
+    def number(self) -> str:
+        """The middle alone, for the first screen: '2.13×'."""
+        return f"{self.middle:.2f}×"
+
+    @property
+    def band(self) -> str:
+        """The interval, or of fewer than three pairs the range, and what it rests on."""
+        kind = "95 % interval" if self.pairs > 2 else "range"
+        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
+        return f"{kind} {self.low:.2f}–{self.high:.2f}, {pairs}"
+
 
 def answers(study: Study, axes: Axes, verdict: Verdict) -> list[Answer]:
     """The answers that these points can give, in the order in which a reader asks."""
     found = [
         *_against_baselines(study, axes),
-        *_block_size(study, axes),
+        *_settings(study, axes),
         *_along(study, axes, SHARE, "What does sharing save?", _sharing_text),
         *_along(study, axes, BEAMS, "What do beams cost?", _width_text),
         *_along(study, axes, SAMPLES, "What do parallel samples cost?", _width_text),
@@ -127,7 +166,15 @@ def _against_baselines(study: Study, axes: Axes) -> Iterator[Answer]:
             memory = Ratio(1 / held.middle, 1 / held.high, 1 / held.low, held.pairs)
             text += f", and allocates {memory} the memory for the same tokens"
         text += f" (medians over {_matched(served.pairs)}, {_side([one for pair in pairs for one in pair])})."
-        yield Answer(f"against_{name}", f"What does paging save against {name}?", text, "memory")
+        value = ("paged" if served.middle > 1 else name) if served.sure else "either"
+        other = f"{name} ({RESERVES[name]})" if name in RESERVES else name
+        effect = (
+            f"the requests per second of {other}" if value != name else f"as many with paging as with {other}"
+        )
+        choice = Choice("Cache", value, served.number, effect, served.band)
+        yield Answer(
+            f"against_{name}", f"What does paging save against {name}?", text, "memory", choice=choice
+        )
 
 
 def _more(found: Ratio) -> str:
@@ -140,37 +187,49 @@ def _matched(count: int) -> str:
     return "1 matched pair of points" if count == 1 else f"{count:,} matched pairs of points"
 
 
-def _block_size(study: Study, axes: Axes) -> Iterator[Answer]:
-    if BLOCK not in axes.values:
-        return
-    groups = matched([r for r in study.records if r.policy == "paged"], axes, free=[BLOCK])
+def _settings(study: Study, axes: Axes) -> Iterator[Answer]:
+    """The best value of each swept number that no other answer is about; the block size first."""
+    told = {SHARE, BEAMS, SAMPLES, RATE}
+    for key in sorted(set(axes.numeric) - told, key=lambda key: (key != BLOCK, list(axes.values).index(key))):
+        records = [r for r in study.records if r.policy == "paged"] if key == BLOCK else study.records
+        groups = matched(records, axes, free=[key])
+        if any(combinations(group, 2) for group in groups):
+            yield _best(study, key, groups)
+
+
+def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> Answer:
     pairs = [pair for group in groups for pair in combinations(group, 2)]
-    if not pairs:
-        return
-    figure, question = "curve_cache_block_size", "Which block size is best?"
-    if study.block_size_unpriced and not study.measured:
-        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {_waste(groups)}."
-        yield Answer("block_size", question, text, figure)
-        return
+    name = short_label(key).capitalize()
+    figure, question = "curve_" + key.replace(".", "_"), f"Which {short_label(key)} is best?"
+    caution = study.block_size_caution if key == BLOCK and not study.measured else ""
+    if key == BLOCK and study.block_size_unpriced and not study.measured:
+        wastes = _waste(groups)
+        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {wastes}."
+        open_ = Choice(name, "not told by times", "", f"the cost model has no price of it; {wastes}")
+        return Answer(key, question, text, figure, choice=open_)
     clear = {metric: sum(differs(*pair, metric) for pair in pairs) for metric in (RATES, LATENCY)}
     shown = " and ".join(
         f"{count:,} of {len(pairs):,} differences in {METRICS[metric].label}"
         for metric, count in clear.items()
     )
     limit = "the run-to-run spread" if study.measured else f"{100 * _SAME:g} %"
-    best = best_value(groups, BLOCK, LATENCY, higher=False)
+    best, safest = best_value(groups, key, LATENCY, higher=False), _safest(groups, key, LATENCY)
     few, advice = max(clear.values()) < _FEW * len(pairs), ""
     if few or best is None:
-        verdict = "Block size does not matter here" if few else "No block size is the best everywhere"
+        verdict = f"{name} does not matter here" if few else f"No {short_label(key)} is the best everywhere"
+        choice = Choice(name, "any", "", f"no difference in {_LATENCY_WORDS} beyond {limit}")
     elif best[1].sure and abs(log(best[1].middle)) > _SAME:
-        verdict = f"Blocks of {best[0]} are best: the next best size has {best[1]} their normalized latency"
-    else:
-        beaten, advice = _safest(groups, BLOCK, LATENCY)
-        verdict = "Block size matters at some points" + (
-            ", and no size is the best everywhere" if beaten else ""
+        verdict = f"{name} {best[0]} is best: the next best has {best[1]} its normalized latency"
+        choice = Choice(
+            name, f"{best[0]}", best[1].number, f"{_LATENCY_WORDS} with the next best", best[1].band
         )
-    caution = f" {study.block_size_caution}" if study.block_size_caution and not study.measured else ""
-    yield Answer("block_size", question, f"{verdict}: {shown} exceed {limit}.{advice}{caution}", figure)
+    else:
+        beaten = safest is None or safest.loss > 0
+        verdict = f"{name} matters at some points" + (", and none is the best everywhere" if beaten else "")
+        advice = f" {safest}" if safest else ""
+        choice = safest.choice(name) if safest else Choice(name, "depends", "", "see the curves")
+    text = f"{verdict}: {shown} exceed {limit}.{advice}{f' {caution}' if caution else ''}"
+    return Answer(key, question, text, figure, choice=choice)
 
 
 def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
@@ -208,12 +267,48 @@ def best_value(
     return (ranked[0], lead) if lead else None
 
 
-def _safest(groups: Sequence[Sequence[PointRecord]], key: str, metric: str) -> tuple[bool, str]:
-    """The value of `key` whose worst loss against the best value of each group is the smallest (minimax regret).
+@dataclass(frozen=True)
+class Safest:
+    """The value of a setting whose worst loss against the best value of each group is the smallest (minimax regret).
 
-    Gives whether another value beats it anywhere, and the sentence. Only groups in which every value was run count. A
-    loss within the spread of repeats is none.
+    Losses are shares by which the metric is above the best value's: `loss` the worst one of `value`, `reach` that of
+    the worst value, `other`. At `good` of `settings` groups no value beats it beyond the spread of repeats.
     """
+
+    metric: str
+    value: Any
+    loss: float
+    other: Any
+    reach: float
+    good: int
+    settings: int
+
+    def __str__(self) -> str:
+        name, reach = METRICS[self.metric].label, f"{100 * self.reach:.0f} %"
+        if not self.loss:
+            return (
+                f"No other beats {self.value} beyond the spread in {name} at any of {self.settings} settings;"
+                f" with {self.other} it can be {reach} above the best one's."
+            )
+        return (
+            f"The safest is {self.value}: at {self.good} of {self.settings} settings no other beats it, and its {name}"
+            f" is at most {100 * self.loss:.0f} % above the best one's; with {self.other} it can be {reach}."
+        )
+
+    def choice(self, setting: str) -> Choice:
+        """The same as a cell of the first screen."""
+        worst = f"never more than {100 * self.loss:.0f} % above the best" if self.loss else "never beaten"
+        return Choice(
+            setting,
+            f"{self.value}",
+            f"+{100 * self.reach:.0f} %",
+            f"{_LATENCY_WORDS} with {self.other} in the worst case; {self.value} is {worst}",
+            f"of {self.settings} settings",
+        )
+
+
+def _safest(groups: Sequence[Sequence[PointRecord]], key: str, metric: str) -> Safest | None:
+    """The safest value; None where no group has every value. A loss within the spread of repeats is none."""
     wanted = {record.setting(key) for group in groups for record in group}
     losses: dict[Any, list[float]] = {place: [] for place in wanted}
     for group in groups:
@@ -226,20 +321,11 @@ def _safest(groups: Sequence[Sequence[PointRecord]], key: str, metric: str) -> t
     ranked = sorted(
         wanted, key=lambda place: (max(losses[place], default=0.0), median(losses[place] or [0.0]))
     )
-    if not losses[ranked[0]]:
-        return True, ""
-    first, last, settings = ranked[0], ranked[-1], len(losses[ranked[0]])
-    good, name = sum(loss == 0 for loss in losses[first]), METRICS[metric].label
-    reach = f"{100 * max(losses[last]):.0f} %"
-    if not max(losses[first]):
-        return False, (
-            f" No size beats {first} beyond the spread in {name} at any of {settings} settings;"
-            f" with {last} it can be {reach} above the best size's."
-        )
-    return True, (
-        f" The safest size is {first}: at {good} of {settings} settings no size beats it, and its {name} is at most"
-        f" {100 * max(losses[first]):.0f} % above the best size's; with {last} it can be {reach}."
-    )
+    first, last = ranked[0], ranked[-1]
+    if not losses[first]:
+        return None
+    good = sum(loss == 0 for loss in losses[first])
+    return Safest(metric, first, max(losses[first]), last, max(losses[last]), good, len(losses[first]))
 
 
 def _along(
@@ -247,7 +333,7 @@ def _along(
     axes: Axes,
     key: str,
     question: str,
-    words: Callable[[Sequence[Pair], Any, Any], str],
+    words: Callable[[Sequence[Pair], Any, Any], tuple[str, Choice | None]],
 ) -> Iterator[Answer]:
     """Compare the lowest with the highest value of a swept setting, on the paged points."""
     known = [v for v in axes.values.get(key, ()) if isinstance(v, int | float)]
@@ -256,37 +342,42 @@ def _along(
     low, high = known[0], known[-1]
     groups = matched([r for r in study.records if r.policy == "paged"], axes, free=[key])
     pairs = _paired(groups, key, high, low)
-    text = words(pairs, low, high) if pairs else ""
+    text, choice = words(pairs, low, high) if pairs else ("", None)
     if text:
         text += f" ({_matched(len(pairs))}, {_side([one for pair in pairs for one in pair])})."
-        yield Answer(key, question, text, "curve_" + key.replace(".", "_"))
+        choice = choice and replace(choice, setting=short_label(key).capitalize())
+        yield Answer(key, question, text, "curve_" + key.replace(".", "_"), choice=choice)
 
 
-def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> str:
+def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice | None]:
     hits = [found for one, _ in pairs if (found := value(one, "hit_ratio")) is not None]
     saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
     first, served = ratio(pairs, "ttft_p50"), ratio(pairs, RATES)
     if first is None or served is None:
-        return ""
+        return "", None
     text = f"With {100 * high:g} % of each prompt shared instead of {100 * low:g} %"
     if hits:
         text += f", {100 * median(hits):.0f} % of the prompt tokens come from the cache"
     if saved:
         text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
-    return text + f"; the median time to first token is {first}, requests per second are {served}"
+    text += f"; the median time to first token is {first}, requests per second are {served}"
+    cached = f", {100 * median(hits):.0f} % of prompt tokens from the cache" if hits else ""
+    effect = f"the time to first token, {served.number} the requests per second{cached}"
+    shares = f"{100 * high:g} % instead of {100 * low:g} %"
+    return text, Choice("", shares, first.number, effect, first.band)
 
 
-def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> str:
+def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice | None]:
     served, made = ratio(pairs, RATES), ratio(pairs, "generated_throughput")
     saved = [found for one, _ in pairs if (found := value(one, "sharing_saving")) is not None]
     if served is None:
-        return ""
+        return "", None
     text = f"With {high} sequences for each request instead of {low}, requests per second are {served}"
     if made is not None:
         text += f", generated tokens per second {made}"
     if saved:
         text += f"; sharing saves {100 * median(saved):.0f} % of their blocks"
-    return text
+    return text, Choice("", f"{high} instead of {low}", served.number, "the requests per second", served.band)
 
 
 def _load(study: Study, axes: Axes) -> Iterator[Answer]:

@@ -42,7 +42,8 @@ LABELS: Mapping[str, str] = {
     "decoding.beam_width": "beam width",
     "decoding.n": "parallel samples",
 }
-VALUES = ("analytic", "simulated", "measured", "low", "high", "spread", "error")
+VALUES = ("analytic", "simulated", "measured", "low", "high", "spread", "error", "raw")
+"""Columns of figures. `raw` is the measured value as it was before it was corrected for the machine's pace."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def comparison_table(
     import pandas as pd
 
     rows = [
-        {**settings, **row}
+        {**settings, **_with_raw(record, row)}
         for record in records
         for settings in (_settings(record, axes),)
         for row in record.comparison
@@ -180,6 +181,18 @@ def comparison_table(
     ]
     columns = ["point", POLICY, *axes.values, "metric", "unit", *VALUES]
     return pd.DataFrame(rows, columns=columns).astype(dict.fromkeys(VALUES, "float64"))
+
+
+def _with_raw(record: PointRecord, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row with `raw`: where a yardstick's pace was divided out of measured times, multiplied by the point's pace.
+
+    Exact for totals of a run; a quantile is that of the mean pace. Other figures are as they were measured.
+    """
+    raw, unit = row.get("measured"), row.get("unit") or ""
+    if raw is not None and record.pace.get("by") == "yardstick":
+        raw *= record.pace["ratio"] if unit == "s" or unit.startswith("s/") else 1.0
+        raw /= record.pace["ratio"] if unit.endswith("/s") else 1.0
+    return {**row, "raw": raw}
 
 
 def point_cells(record: PointRecord, axes: Axes) -> list[str]:
@@ -192,7 +205,8 @@ def comparison_lines(record: PointRecord, axes: Axes) -> Iterator[list[str]]:
     """The rows of `comparison_table` of one point as text, as its CSV has them."""
     first = point_cells(record, axes)
     for row in record.comparison:
-        numbers = [row.get(key) for key in VALUES]
+        values = _with_raw(record, row)
+        numbers = [values.get(key) for key in VALUES]
         yield [
             *first,
             row["metric"],

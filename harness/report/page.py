@@ -158,6 +158,7 @@ class Section:
     tables: Sequence[Table] = ()
     notes: Sequence[str] = field(default=())
     warnings: Sequence[str] = field(default=())
+    parts: Sequence["Section"] = ()  # folded
 
 
 def build_page(
@@ -171,8 +172,9 @@ def build_page(
 
     verdict = verdict_text.judged(study)
     shown = {name: in_page(picture, svgs) for name, picture in pictures.items()}
-    sections = _sections(study, axes, shown, added)
+    sections = _sections(study, axes, verdict, shown, added)
     points = points_json(study, axes)
+    said = answers(study, axes, verdict)
     return filled(
         _FOLDER / "page.html.j2",
         name=study.name,
@@ -185,33 +187,16 @@ def build_page(
             *provenance.cautions(study),
             *(f"{one.title}: {line}" for one in added for line in one.warnings),
         ],
-        answer=verdict_text.answer(verdict, study.records),
-        answers=answers(study, axes, verdict),
+        choices=verdict_text.choices(said),
+        overview=[shown[name] for name in ("overview", "overview_narrow")],
+        trust=verdict_text.trust_line(verdict, study.records),
+        answers=said,
         tone=_tone(verdict),
-        margins=", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES),
-        floor_factor=f"{FLOOR_FACTOR:g}",
-        worst_factor=f"{WORST_FACTOR:g}",
-        checks=[
-            *verdict_text.soundness(verdict),
-            *verdict_text.oracle_lines(study.records),
-            *verdict_text.pace_lines(study.records),
-        ],
-        verdict_table=tables.verdict_table(verdict),
-        errors=shown["errors"],
-        changes=provenance.trace_changes(study.records),
         facts=provenance.headline(study),
-        contents=_contents(sections, explored=bool(points)),
         sections=sections,
         pdf=pdf,
         command=study.command,
     )
-
-
-def _contents(sections: "Sequence[Section]", *, explored: bool) -> list[tuple[str, str]]:
-    first = [("answers", "What the sweep says"), ("verdict", "The verdict, by class of figures")]
-    if explored:
-        first.append(("explore", "Explore the points"))
-    return [*first, *((one.key, one.title) for one in sections), ("again", "Make it again")]
 
 
 def in_page(picture: Picture, svgs: Svgs) -> Shown:
@@ -236,34 +221,95 @@ def _tone(verdict: Verdict) -> str:
 
 
 def _sections(
-    study: Study, axes: Axes, shown: Mapping[str, Shown], added: Sequence[ExtraSection]
+    study: Study, axes: Axes, verdict: Verdict, shown: Mapping[str, Shown], added: Sequence[ExtraSection]
 ) -> list[Section]:
     curves = [figure for name, figure in shown.items() if name.startswith("curve_")]
     swept = ", ".join(label(key) for key in axes.numeric)
-    no_curves = (
-        ""
-        if curves
-        else "No numeric setting was swept. Give one several values, for example cache.block_size=8,16,32."
-    )
+    no_curves = "No numeric setting was swept. Give one several values, for example cache.block_size=8,16,32."
+    along = "Along the swept settings"
     return [
         *_failure_section(study),
+        _trust_section(study, verdict, shown),
+        Section("explore", "Explore the points"),
         Section(
-            "pools",
-            "Pools and traces",
-            ["Both sides of a point have the same policy, pool and trace."],
-            tables=[tables.pools_table(study.records), provenance.traces_table(study.records)],
-            notes=provenance.left_out(study.records),
+            "memory",
+            "What paging saves",
+            _memory_text(study),
+            [shown["memory"]],
+            parts=[
+                Section("waste", "Where the memory goes", figures=_memory_figures(shown)),
+                Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
+                Section("kernel", "Attention latency", figures=[shown["kernel"]]),
+                Section("trade", "Throughput against latency", figures=[shown["tradeoff"], shown["heat"]]),
+                Section("curves", along, [f"Swept: {swept}."] if swept else [no_curves], curves),
+            ],
         ),
-        Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
-        Section("curves", "Along the swept settings", [f"Swept: {swept}."] if swept else [no_curves], curves),
-        Section("trade", "Throughput against latency", figures=[shown["tradeoff"], shown["heat"]]),
-        Section("memory", "Memory by allocator", _memory_text(study), _memory_figures(shown)),
-        Section("pool", "The pool over time", figures=[shown["pool_over_time"]]),
-        Section("kernel", "Attention latency", figures=[shown["kernel"]]),
-        _levels_section(study, shown["levels"]),
         *(_added_section(one, shown) for one in added),
-        *_table_sections(study, axes),
+        _run_section(study),
+        _table_section(study, axes),
     ]
+
+
+def _trust_section(study: Study, verdict: Verdict, shown: Mapping[str, Shown]) -> Section:
+    checks = [
+        *verdict_text.soundness(verdict),
+        *verdict_text.oracle_lines(study.records),
+        *verdict_text.pace_lines(study.records),
+    ]
+    table = tables.verdict_table(verdict)
+    margins = ", ".join(f"{one.name} {100 * one.margin:g} %" for one in CLASSES)
+    how = [
+        "An error is predicted / measured − 1, for shares a difference in points of 100. Typical: the median over the "
+        "points. Its bound: the upper 95 % confidence bound of the typical error, from a bootstrap of points and "
+        "repeated runs. Noise floor: the typical error with which one half of the repeated runs predicts the other; no "
+        "model can be shown to be better.",
+        f"Trusted: the bound is below the margin of the class ({margins}) or {FLOOR_FACTOR:g} times the noise floor, "
+        f"and no point is off by more than {WORST_FACTOR:g} margins or twice its own spread. Trusted within x: nine of "
+        "ten points are off by less than x (bound), and x is at most 25 %, for shares 10 points. Everything else is not "
+        "trusted.",
+    ]
+    levels = provenance.attribution_table(study.measured)
+    judged = [Section("words", "What these words mean", how)] if table.rows else []
+    return Section(
+        "trust",
+        "How far to trust it",
+        [verdict_text.answer(verdict, study.records)],
+        [shown["errors"]],
+        [table] if table.rows else [],
+        checks,
+        parts=[
+            *judged,
+            Section("agreement", "Predicted against measured", figures=[shown["agreement"]]),
+            Section(
+                "levels",
+                "Where the error comes from",
+                figures=[shown["levels"]],
+                tables=[levels] if levels else [],
+                notes=provenance.divergence_lines(study.measured),
+            ),
+        ],
+    )
+
+
+def _run_section(study: Study) -> Section:
+    changes = provenance.trace_changes(study.records)
+    return Section(
+        "run",
+        "What was run",
+        ["Changes made to the trace:" if changes else "The trace was replayed as it is."],
+        notes=changes,
+        parts=[
+            Section(
+                "pools",
+                "Pools and traces",
+                ["Both sides of a point have the same policy, pool and trace."],
+                tables=[tables.pools_table(study.records), provenance.traces_table(study.records)],
+                notes=provenance.left_out(study.records),
+            ),
+            Section("environment", "Environment", tables=_environment(study)),
+            _cost_section(study),
+        ],
+    )
 
 
 def _added_section(one: ExtraSection, shown: Mapping[str, Shown]) -> Section:
@@ -289,7 +335,7 @@ def _failure_section(study: Study) -> list[Section]:
 def _memory_figures(shown: Mapping[str, Shown]) -> list[Shown]:
     """Causes of waste and what is in use over time are shown where a point has groups of layers; hits where known."""
     more = (shown.get(name) for name in ("causes", "groups_over_time", "hits"))
-    return [shown["memory"], shown["waste"], *(one for one in more if one is not None and one.svg)]
+    return [shown["waste"], *(one for one in more if one is not None and one.svg)]
 
 
 def _memory_text(study: Study) -> list[str]:
@@ -301,23 +347,21 @@ def _memory_text(study: Study) -> list[str]:
     return [f"Only one allocator was run ({only}); {other} compares it with another."]
 
 
-def _table_sections(study: Study, axes: Axes) -> list[Section]:
+def _table_section(study: Study, axes: Axes) -> Section:
     like = reference(study.records, axes, "middle")
     detail = [tables.detail_table(like)] if like else []
-    return [
-        Section(
-            "tables",
-            "Tables",
-            [
-                "All metrics of all points are in figures/points.csv (of a large sweep: points_wide.csv), and in the "
-                "store's summary.parquet."
-            ],
-            tables=[tables.points_table(study.records, axes), *detail],
-        ),
-        Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),
-        Section("environment", "Environment", tables=_environment(study)),
-        _cost_section(study),
-    ]
+    return Section(
+        "tables",
+        "Every number",
+        [
+            "All metrics of all points are in figures/points.csv (of a large sweep: points_wide.csv), and in the "
+            "store's summary.parquet."
+        ],
+        parts=[
+            Section("points", "Points", tables=[tables.points_table(study.records, axes), *detail]),
+            Section("definitions", "What the metrics mean", tables=[tables.definitions_table()]),
+        ],
+    )
 
 
 def _environment(study: Study) -> list[Table]:
@@ -325,13 +369,6 @@ def _environment(study: Study) -> list[Table]:
     pace = provenance.facts_table("pace", study.records)
     title = "Pace of the device during the measured runs"
     return [facts, replace(pace, title=title)] if pace.rows else [facts]
-
-
-def _levels_section(study: Study, figure: Shown) -> Section:
-    table = provenance.attribution_table(study.measured)
-    lines = provenance.divergence_lines(study.measured)
-    tables = [table] if table else []
-    return Section("levels", "Where the error comes from", figures=[figure], tables=tables, notes=lines)
 
 
 def _cost_section(study: Study) -> Section:

@@ -13,7 +13,7 @@ from harness.metrics import HEADLINE, KEEPS_MORE, METRICS
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
 from harness.report import numbers
-from harness.report.answers import Pair, answers, differs, value
+from harness.report.answers import Answer, Choice, Pair, answers, differs, value
 from harness.report.axes import find_axes, plain_words
 from harness.report.study import ReportError, Study, read_study
 
@@ -37,6 +37,47 @@ def study_lines(study: Study) -> list[str]:
         *pace_lines(records),
         *(line for found in said for line in (found.text, *found.items)),
     ]
+
+
+def console_lines(study: Study) -> list[str]:
+    """What a finished sweep says: what is missing, what to choose, how far to trust it."""
+    verdict, records = judged(study), study.records
+    chosen = choices(answers(study, find_axes(records), verdict))
+    return [
+        *thinned(study),
+        *completeness(study, verdict),
+        *beside_figures(records),
+        *(str(one) for one in chosen),
+        trust_line(verdict, records),
+        *(soundness(verdict) if not verdict.sound else ()),
+        *oracle_lines(records),
+    ]
+
+
+def choices(found: Iterable[Answer]) -> list[Choice]:
+    """The cells of the first screen: one a setting, and of several baselines the first."""
+    return list({one.choice.setting: one.choice for one in reversed([*found]) if one.choice}.values())[::-1]
+
+
+def trust_line(verdict: Verdict, records: Sequence[PointRecord]) -> str:
+    """How far to trust the prediction, class by class, in one line."""
+    said = answer(verdict, records)
+    if not verdict.measured or not verdict.sound:
+        return said
+    yes = said.partition(":")[0]
+    classes = [
+        f"{one.name} {numbers.error_size(one.worst.metric, one.worst.median_error).replace('pts', 'points')}"
+        + ("" if one.trust in (Trust.trusted, Trust.within) else f" ({one.trust})")
+        for one in verdict.classes
+        if one.worst is not None
+    ]
+    pairs = _paced_errors([(record, record.pace) for record in records])
+    raw = f"{100 * median(plain for _, plain in pairs):.0f} %" if pairs else ""
+    how = f", after correcting for the machine's pace (without it a step is {raw} off)" if raw else ""
+    counted = (
+        f" Counts are identical at {verdict.counted} of {verdict.counted} points." if verdict.counted else ""
+    )
+    return f"{yes}. Typical errors: {', '.join(classes)}{how}.{counted}"
 
 
 def judged(study: Study) -> Verdict:

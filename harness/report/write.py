@@ -9,6 +9,7 @@ import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, f
 from harness.report.figures import curves, errors, memory, speed
 from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
-from harness.report.verdict_text import study_lines
+from harness.report.verdict_text import console_lines
 from harness.store import StoreError
 from harness.store.atomic import growing, write_files
 from harness.store.summary import SummaryRows
@@ -38,6 +39,8 @@ _WORTH_WORKERS = 5  # parts; of fewer, processes would take longer to start than
 _MOST_WORKERS = 8  # processes that read points; each takes some 0.3 GB
 # The figures that every page has a place for, by name.
 FIGURES: Mapping[str, Callable[[Study, Axes], style.Picture]] = {
+    "overview": curves.draw_overview,
+    "overview_narrow": partial(curves.draw_overview, narrow=True),
     "errors": errors.draw_errors,
     "agreement": errors.draw_agreement,
     "memory": memory.draw_memory,
@@ -82,7 +85,7 @@ def write_report(
     except StoreError as error:
         raise _unwritable(folder, error) from error
     if tell is not None:
-        for line in study_lines(study):
+        for line in console_lines(study):
             tell(line)
     return folder / PAGE
 

@@ -5,7 +5,8 @@ middle of their values, and the caption says how many points a figure shows then
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
@@ -32,11 +33,12 @@ from harness.report.figures.series import (
     zero_based,
 )
 from harness.report.study import Study, spread
-from harness.report.style import GREY, PAGE_IN, WARNING, Drawing, Missing, Picture, panels
+from harness.report.style import COLUMN_IN, GREY, PAGE_IN, WARNING, Drawing, Missing, Picture, panels
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes as Panel
+    from matplotlib.figure import Figure
 
 
 SHOWN = (
@@ -47,17 +49,30 @@ SHOWN = (
     "internal_share",
     "sharing_saving",
 )
+# What the first screen shows: fragmentation, throughput, latency of attention.
+OVERVIEW = ("internal_of_allocated", "request_throughput", "attention_per_decode_step")
+_PLAIN = {
+    "internal_of_allocated": "fragmentation",
+    "request_throughput": "throughput",
+    "attention_per_decode_step": "attention per decode step",
+}
 _MOST_COLUMNS = 4
+_MOST_NARROW = 2  # columns that a single column of a paper has room for
 
 
 @dataclass(frozen=True)
 class FacetLayout:
-    """The settings along x, of the lines and of the columns, and the metrics of the rows."""
+    """The settings along x, of the lines and of the columns, and the metrics of the rows.
+
+    With `across` the metrics are the columns and the values of `col` the rows.
+    """
 
     x: str
     hue: str | None
     col: str | None
     metrics: Sequence[str] = SHOWN
+    across: bool = False
+    width_in: float = PAGE_IN
 
     @property
     def free(self) -> list[str]:
@@ -72,8 +87,30 @@ def layout_of(axes: Axes, key: str) -> FacetLayout:
     return FacetLayout(key, hue, col)
 
 
+def draw_overview(study: Study, axes: Axes, *, narrow: bool = False) -> Picture:
+    """Fragmentation, throughput and attention latency along the block size, or else the first swept number.
+
+    `narrow` is the same for one column of a paper, or a telephone: a metric a row.
+    """
+    name = "overview_narrow" if narrow else "overview"
+    key = next(iter(sorted(axes.numeric, key=lambda key: key != BLOCK)), None)
+    if key is None:
+        return Missing(
+            name, "No number was swept. Give one several values, for example cache.block_size=8,16,32."
+        )
+    first = layout_of(axes, key)
+    layout = replace(first, metrics=OVERVIEW, across=not narrow, width_in=COLUMN_IN if narrow else PAGE_IN)
+    return draw(study, axes, layout, name=name, baselines=False)
+
+
 def draw(
-    study: Study, axes: Axes, layout: FacetLayout, *, name: str = "", like: PointRecord | None = None
+    study: Study,
+    axes: Axes,
+    layout: FacetLayout,
+    *,
+    name: str = "",
+    like: PointRecord | None = None,
+    baselines: bool = True,
 ) -> Picture:
     """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
     key = layout.x
@@ -88,36 +125,42 @@ def draw(
     if table["x"].nunique() < 2:
         return Missing(name, f"No two points differ in {label(key)} alone.")
     shown = table["point"].nunique()
-    table = _with_others(study, table, like, axes, layout)
-    known = set(table["column"].dropna())
-    columns = [value for value in axes.values[layout.col] if value in known] if layout.col else [""]
-    figure, grid = panels(
-        PAGE_IN, 0.7 + 1.25 * len(layout.metrics), len(layout.metrics), max(1, len(columns))
-    )
-    cells = [(metric, column) for metric in layout.metrics for column in columns]
-    for panel, (metric, column) in zip(grid, cells, strict=True):
-        found = table[table["metric"] == metric]
-        unit = _panel(panel, metric, found, found[found["column"] == column], layout, len(columns))
-        if many := len(columns) > 1:  # the rows name the metrics, the columns their value
-            panel.set_title(
-                f"{short_label(layout.col or '')} {column}" if metric == cells[0][0] else "", fontsize=8
-            )
-            panel.set_xlabel(panel.get_xlabel(), fontsize=8 if len(columns) == 2 else 6.5)
-        else:
-            panel.set_title(METRICS[metric].label, fontsize=8)
-        panel.tick_params(labelsize=6.5)
-        if column == columns[0]:
-            panel.set_ylabel(
-                f"{METRICS[metric].label}\n({unit})" if many else unit, fontsize=6.5 if many else 8
-            )
-    for panel in grid[: -len(columns)]:
-        panel.set_xlabel("")
-    _legend(grid[0], table, layout)
-    figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    if baselines:
+        table = _with_others(study, table, like, axes, layout)
+    figure, panel = _draw_grid(table, axes, layout)
+    _legend(panel, table, layout)
+    columns = 2 if layout.width_in < PAGE_IN else 4
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper center", ncols=columns)
     warning = study.block_size_caution
     if warning and BLOCK in layout.free:
-        figure.supxlabel(warning, fontsize=7.5, color=WARNING)
+        figure.supxlabel(warning, fontsize=7.5, color=WARNING, wrap=True)
     return Drawing(name, _caption(study, like, axes, layout, table, shown), figure, table)
+
+
+def _draw_grid(table: "pd.DataFrame", axes: Axes, layout: FacetLayout) -> "tuple[Figure, Panel]":
+    """The panels, metrics by values of `col`; gives the figure and its first panel."""
+    known = set(table["column"].dropna())
+    values = [value for value in axes.values[layout.col] if value in known] if layout.col else [""]
+    rows, columns = (values, layout.metrics) if layout.across else (layout.metrics, values)
+    height = 0.7 + (1.12 if layout.across else 1.25) * len(rows)
+    figure, grid = panels(layout.width_in, height, len(rows), max(1, len(columns)))
+    small = len(columns) > 2 or layout.width_in < PAGE_IN
+    for panel, (row, column) in zip(grid, product(rows, columns), strict=True):
+        metric, value = (column, row) if layout.across else (row, column)
+        whole = table[table["metric"] == metric]
+        unit = _panel(panel, metric, whole, whole[whole["column"] == value], layout, len(columns))
+        named = f"{_PLAIN.get(metric, METRICS[metric].label)} ({unit})"
+        at = f"{short_label(layout.col)} {value}" if layout.col else ""
+        top, left = row == rows[0], column == columns[0]
+        if layout.across:
+            panel.set_title(named if top else "", fontsize=7.5)
+            panel.set_ylabel(at if left else "", fontsize=7)
+        else:
+            panel.set_title(at if top else "", fontsize=8)
+            panel.set_ylabel(named.replace(" (", "\n(") if left else "", fontsize=6.5)
+        panel.set_xlabel(panel.get_xlabel() if row == rows[-1] else "", fontsize=6.5 if small else 8)
+        panel.tick_params(labelsize=6.5)
+    return figure, grid[0]
 
 
 def main_policy(records: Sequence[PointRecord], key: str) -> str | None:
@@ -130,7 +173,8 @@ def main_policy(records: Sequence[PointRecord], key: str) -> str | None:
 
 def _series(records: Sequence[PointRecord], axes: Axes, layout: FacetLayout) -> "pd.DataFrame":
     table = comparison_table(records, axes, layout.metrics)
-    for key, most in ((layout.hue, MOST_SERIES), (layout.col, _MOST_COLUMNS)):
+    most_columns = _MOST_COLUMNS if layout.width_in == PAGE_IN else _MOST_NARROW
+    for key, most in ((layout.hue, MOST_SERIES), (layout.col, most_columns)):
         if key:
             known = [value for value in axes.values[key] if (table[key] == value).any()]
             table = table[table[key].isin(spread(known, most))]
@@ -199,13 +243,18 @@ def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, look: Mapping[str,
             scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.25
         )
         return
-    panel.plot(mine["x"], scale * mine["simulated"], color=colour, linestyle=dashes, zorder=2)
-    if mine["measured"].isna().all():
-        return
-    bars = scale * (mine["measured"] - mine["low"]), scale * (mine["high"] - mine["measured"])
-    panel.errorbar(
-        mine["x"], scale * mine["measured"], yerr=bars, fmt=marker, color=colour, capsize=2, elinewidth=0.8
-    )
+    import seaborn as sns
+
+    drawn = mine.assign(predicted=scale * mine["simulated"])
+    sns.lineplot(drawn, x="x", y="predicted", color=colour, linestyle=dashes, ax=panel, zorder=2)
+    runs = mine.melt("x", ("low", "measured", "high"), value_name="run").dropna()
+    if not runs.empty:  # the median of the runs, and their range
+        sns.lineplot(
+            runs.assign(run=scale * runs["run"]), x="x", y="run", estimator="median", errorbar=("pi", 100), ax=panel,
+            err_style="bars", linestyle="", marker=marker, color=colour, markersize=4, markeredgewidth=0,
+            err_kws={"capsize": 2, "elinewidth": 0.8},
+        )  # fmt: skip
+    panel.set(ylabel="")
 
 
 def _looks(table: "pd.DataFrame") -> Mapping[str, Mapping[str, Any]]:
@@ -232,6 +281,8 @@ def _caption(
     fixed = held(like, axes, free=layout.free)
     measured = table["measured"].notna().any()
     text = "Lines are predicted, marks measured" if measured else "Lines are predicted"
+    if layout.metrics is OVERVIEW:
+        text += "; fragmentation: allocated KV slots whose owner never fills them"
     text += f"; cache policy {like.policy}" + (f", {fixed}" if fixed else "")
     same = [record for record in study.records if record.policy == like.policy]
     text += f": {'all' if shown == len(same) else shown} of its {len(same):,} points."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from harness.metrics import HEADLINE, METRICS
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import RELATIVE_BAND
-from harness.report.axes import Axes, comparison_table
+from harness.report.axes import POLICY, Axes, comparison_table
 from harness.report.figures.series import axis_scale, policies, policy_style, side_by_side
 from harness.report.study import Study
 from harness.report.style import PAGE_IN, Drawing, Missing, Picture, new_figure, panels
@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 
 _LINEAR = (0, 5, 10, 20)
+_MOST_LINEAR = 60  # %; with larger errors small ones could not be told apart on a linear axis
 # ticks of the logarithmic part, as far as it is used
-_BEYOND = (20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+_BEYOND = (20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 _SPREAD = "#c9ced4"
 _CAPTION = (
     "Every dot is the error of one point; the grey bar is the median spread of its repeated runs, "
-    f"the pale band ±{100 * RELATIVE_BAND:g} %. The scale is linear up to ±20 and logarithmic beyond."
+    f"the pale band ±{100 * RELATIVE_BAND:g} %."
 )
 
 
@@ -32,42 +33,51 @@ def draw_errors(study: Study, axes: Axes) -> Picture:
     table = comparison_table(study.records, axes, HEADLINE).dropna(subset=["error"])
     if table.empty:
         return Missing("errors", "No point was measured (measure=false), so there is no error to show.")
+    import seaborn as sns
+
     names = [name for name in HEADLINE if (table["metric"] == name).any()]
     shown = policies(study.records)
     figure, (panel,) = panels(PAGE_IN, 0.7 + 0.24 * len(names), 1, 1)
     panel.axvspan(-100 * RELATIVE_BAND, 100 * RELATIVE_BAND, color="#f3f6f9", zorder=0)
     panel.axvline(0, color="#444444", linewidth=0.8, zorder=1)
     for row, name in enumerate(names):
-        _error_row(panel, row, table[table["metric"] == name], shown)
+        _error_row(panel, row, table[table["metric"] == name])
+    looks = {policy: policy_style(policy) for policy in shown}
+    sns.stripplot(
+        table.assign(error=100 * table["error"]), x="error", y="metric", hue=POLICY, order=names, hue_order=shown,
+        palette={policy: look["color"] for policy, look in looks.items()}, dodge=len(shown) > 1, jitter=False,
+        size=3.2, alpha=0.7, ax=panel, zorder=2,
+    )  # fmt: skip
     panel.set_yticks(range(len(names)), [_tick(name) for name in names])
-    panel.invert_yaxis()
-    _error_axis(panel, table)
-    for policy in shown:
-        panel.scatter([], [], s=9, label=policy, **policy_style(policy))
+    panel.set_ylabel("")
+    scale = _error_axis(panel, table)
+    if legend := panel.get_legend():
+        legend.remove()
     panel.barh(0, 0, color=_SPREAD, label="median spread of repeats")
-    figure.legend(loc="outside upper right", ncols=4)
-    return Drawing("errors", _CAPTION, figure, table)
+    figure.legend(*panel.get_legend_handles_labels(), loc="outside upper right", ncols=4)
+    return Drawing("errors", f"{_CAPTION} {scale}", figure, table)
 
 
-def _error_row(panel: "Panel", row: int, found: "pd.DataFrame", shown: list[str]) -> None:
+def _error_row(panel: "Panel", row: int, found: "pd.DataFrame") -> None:
     spreads = found["spread"].dropna().tolist()
     half = 100 * median(spreads) if spreads else 0.0
     panel.barh(row, 2 * half, left=-half, height=0.7, color=_SPREAD, linewidth=0, zorder=1)
-    for offset, policy in zip(side_by_side(len(shown), 0.32), shown, strict=True):
-        mine = found[found["cache.policy"] == policy]
-        at = [row + offset] * len(mine)
-        panel.scatter(100 * mine["error"], at, s=9, alpha=0.7, linewidths=0, **policy_style(policy), zorder=2)
 
 
-def _error_axis(panel: "Panel", table: "pd.DataFrame") -> None:
-    panel.set_xscale("symlog", linthresh=20, linscale=2.0)
+def _error_axis(panel: "Panel", table: "pd.DataFrame") -> str:
+    """Linear as far as that leaves room for small errors; gives the words on the scale."""
+    panel.grid(visible=False, axis="y")
     far = 100 * float(table["error"].abs().max())
+    if far <= _MOST_LINEAR:
+        panel.set_xlabel("predicted against measured: error (%; shares: points of 100)")
+        return "The scale is linear."
+    panel.set_xscale("symlog", linthresh=20, linscale=2.0)
     beyond = [tick for before, tick in pairwise(_BEYOND) if far > before]
     ticks = sorted({*_LINEAR, *beyond, *(-tick for tick in (*_LINEAR, *beyond))})
     panel.set_xticks(ticks, [f"{tick:+d}".replace("-", "−") if tick else "0" for tick in ticks])
     panel.minorticks_off()
-    panel.grid(visible=False, axis="y")
     panel.set_xlabel("predicted against measured: error (%; shares: points of 100; logarithmic beyond ±20)")
+    return "The scale is linear up to ±20 and logarithmic beyond."
 
 
 def _tick(name: str) -> str:

@@ -4,7 +4,17 @@ from typing import TYPE_CHECKING, Any
 
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord, Side
-from harness.report.axes import POLICY, RATE, Axes, comparison_table, label
+from harness.report.axes import (
+    POLICY,
+    RATE,
+    Axes,
+    alike,
+    comparison_table,
+    held,
+    label,
+    reference,
+    short_label,
+)
 from harness.report.figures.series import axis_scale, policies, policy_style, series_colours
 from harness.report.study import Study, spread
 from harness.report.style import (
@@ -25,6 +35,7 @@ if TYPE_CHECKING:
 
 
 _X, _Y = "request_throughput", "norm_latency_mean"
+_MOST_NAMED = 5  # points of the front that are named
 
 
 def draw_tradeoff(study: Study, axes: Axes) -> Picture:
@@ -38,16 +49,17 @@ def draw_tradeoff(study: Study, axes: Axes) -> Picture:
     rates = RATE in axes.numeric
     figure, grid = panels(PAGE_IN, 2.8, 1, 2 if rates else 1)
     scale, unit = axis_scale(_Y, float(table["latency"].max()))
-    _front(grid[0], table, scale, unit)
+    _front(grid[0], table, axes, scale, unit)
     if rates:
         _against_rate(grid[1], table, scale, unit)
     for policy in policies(study.records):
         grid[0].scatter([], [], s=12, label=policy, **policy_style(policy))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     side = "measured" if table["measured"].any() else "predicted"
+    where = " where it was measured, else predicted" if side == "measured" else ""
     caption = (
-        f"Every mark is one point ({side}{' where it was measured, else predicted' if side == 'measured' else ''}). On "
-        "the front no other point serves more requests with a lower normalized latency (E2E latency / output tokens)."
+        f"Every mark is one point ({side}{where}). No other point serves more requests than those named with a lower "
+        "normalized latency (E2E latency / output tokens)."
     )
     if rates:
         caption += " Right: the axes of the PagedAttention paper (SOSP'23, figure 12)."
@@ -76,13 +88,22 @@ def _wide(table: "pd.DataFrame", axes: Axes) -> "pd.DataFrame":
     return pd.DataFrame(rows, columns=columns)
 
 
-def _front(panel: "Panel", table: "pd.DataFrame", scale: float, unit: str) -> None:
+def _front(panel: "Panel", table: "pd.DataFrame", axes: Axes, scale: float, unit: str) -> None:
     _marks(panel, table, "throughput", scale)
     ordered = table.sort_values(["throughput", "latency"], ascending=[False, True])
     best = ordered[ordered["latency"] <= ordered["latency"].cummin()]
     best = best[best["latency"].diff().fillna(-1.0) < 0]
-    panel.plot(best["throughput"], scale * best["latency"], color="#444444", linewidth=0.9, drawstyle="steps-post",
-               label="Pareto front")  # fmt: skip
+    if len(best) > 1:
+        panel.plot(best["throughput"], scale * best["latency"], color="#444444", linewidth=0.9,
+                   drawstyle="steps-post", label="Pareto front")  # fmt: skip
+    for _, one in spread(list(best.iterrows()), _MOST_NAMED):
+        settings = ", ".join(
+            f"{short_label(key)} {one[key]:g}" for key in axes.numeric if one[key] == one[key]
+        )
+        panel.annotate(
+            settings, (one["throughput"], scale * one["latency"]), (-4, 4), textcoords="offset points", ha="right",
+            fontsize=5.5, color=GREY,
+        )  # fmt: skip
     panel.set(xlabel="requests/s served", ylabel=f"normalized latency ({unit})")
     panel.set_ylim(bottom=0)
 
@@ -110,14 +131,16 @@ _MOST_TICKS = 9
 
 
 def draw_heat(study: Study, axes: Axes) -> Picture:
-    """One map for each metric, over the first two numeric settings of the paged points."""
+    """One map for each metric, over the first two numeric settings of the paged points, the others held low."""
     keys = axes.numeric[:2]
     if len(keys) < 2:
         return Missing(
             "heat", "Fewer than two numeric settings were swept, so there is no map of two settings."
         )
     policy = "paged" if any(r.policy == "paged" for r in study.records) else study.records[0].policy
-    table = comparison_table([r for r in study.records if r.policy == policy], axes, _MAPPED)
+    own = [record for record in study.records if record.policy == policy]
+    like = reference(own, axes, "low") or own[0]
+    table = comparison_table(alike(own, like, axes, free=keys), axes, _MAPPED)
     table = table.assign(best=table["measured"].fillna(table["simulated"])).dropna(subset=["best", *keys])
     shown = [name for name in _MAPPED if (table["metric"] == name).any()]
     if not shown:
@@ -125,43 +148,26 @@ def draw_heat(study: Study, axes: Axes) -> Picture:
     figure, grid = panels(PAGE_IN, 2.3, 1, len(shown))
     for panel, name in zip(grid, shown, strict=True):
         _map(panel, name, table[table["metric"] == name], *keys)
-    rest = [key for key in axes.values if key not in keys]
-    caption = f"Cache policy {policy}. Each cell is the median over its points, measured where they were"
-    caption += f"; within a cell vary {', '.join(map(label, rest))}." if rest else "."
+    at = held(like, axes, free=keys)
+    caption = (
+        f"Cache policy {policy}{f', {at}' if at else ''}. Each cell is one point, measured where it was."
+    )
     return Drawing("heat", caption, figure, table[["point", POLICY, *axes.values, "metric", "unit", "best"]])
 
 
 def _map(panel: "Panel", name: str, found: "pd.DataFrame", x: str, y: str) -> None:
-    cells = found.pivot_table(index=y, columns=x, values="best", aggfunc="median")
-    scale, unit = axis_scale(name, float(cells.max().max()))
-    values = scale * cells.to_numpy(float)
-    image = panel.imshow(values, cmap="viridis", aspect="auto", origin="lower")
-    numbered = values.size <= _MOST_NUMBERED
-    if not numbered and panel.figure is not None:
-        bar = panel.figure.colorbar(image, ax=panel, pad=0.02)
-        bar.ax.tick_params(labelsize=6)
-        bar.outline.set_visible(False)
-    low, high = float(values[values == values].min()), float(values[values == values].max())
-    for row in range(values.shape[0]):
-        for column in range(values.shape[1]):
-            value = values[row, column]
-            if value == value and numbered:
-                dark = value < (low + high) / 2
-                panel.text(
-                    column,
-                    row,
-                    f"{value:.3g}",
-                    ha="center",
-                    va="center",
-                    size=6.5,
-                    color="white" if dark else "black",
-                )
-    for ticks, places in ((panel.set_xticks, cells.columns), (panel.set_yticks, cells.index)):
-        shown = spread(list(enumerate(places)), _MOST_TICKS)
-        ticks([at for at, _ in shown], [f"{value:g}" for _, value in shown])
-    panel.set(xlabel=label(x), ylabel=label(y), title=f"{METRICS[name].label} ({unit})")
-    panel.title.set_fontsize(7)
-    panel.grid(visible=False)
+    import seaborn as sns
+
+    scale, unit = axis_scale(name, float(found["best"].max()))
+    cells = scale * found.pivot_table(index=y, columns=x, values="best").iloc[::-1]
+    numbered = cells.size <= _MOST_NUMBERED
+    sns.heatmap(
+        cells, cmap="viridis", annot=numbered, fmt=".3g", cbar=not numbered, annot_kws={"size": 6.5}, ax=panel,
+        xticklabels=max(1, len(cells.columns) // _MOST_TICKS), yticklabels=max(1, len(cells) // _MOST_TICKS),
+    )  # fmt: skip
+    panel.tick_params(rotation=0)
+    panel.set(xlabel=label(x), ylabel=label(y))
+    panel.set_title(f"{METRICS[name].label} ({unit})", fontsize=7)
 
 
 _LOAD, _TIME = "kv_read_per_decode_step", "attention_per_decode_step"

@@ -88,8 +88,8 @@ def test_a_block_size_that_matters_is_named_as_the_best(records):
             lambda point: {8: 1.0, 16: 1.5, 32: 2.0}.get(point["block"], 1.0),
         ),
     )
-    text = study.text("block_size")
-    assert text.startswith("Blocks of 8 are best: the next best size has 1.4")
+    text = study.text("cache.block_size")
+    assert text.startswith("Block size 8 is best: the next best has 1.4")
     assert "differences in normalized latency mean exceed the run-to-run spread" in text
 
 
@@ -112,10 +112,10 @@ def test_where_no_block_size_wins_everywhere_the_one_with_the_smallest_worst_los
         config = record.config
         factor = factors[config["workload"]["prefix_share"]].get(config["cache"]["block_size"], 1.0)
         row["measured"] = factor
-    text = study.text("block_size")
-    assert text.startswith("Block size matters at some points, and no size is the best everywhere")
-    assert "The safest size is 16: at 2 of 6 settings no size beats it" in text
-    assert "is at most 10 % above the best size's; with 8 it can be 80 %." in text
+    text = study.text("cache.block_size")
+    assert text.startswith("Block size matters at some points, and none is the best everywhere")
+    assert "The safest is 16: at 2 of 6 settings no other beats it" in text
+    assert "is at most 10 % above the best one's; with 8 it can be 80 %." in text
 
 
 def test_block_sizes_within_the_spread_do_not_matter(records):
@@ -127,7 +127,7 @@ def test_block_sizes_within_the_spread_do_not_matter(records):
         for row in record.comparison:
             if row["metric"] in same:
                 row["measured"] = same[row["metric"]]
-    assert study.text("block_size").startswith("Block size does not matter here: 0 of 18 differences")
+    assert study.text("cache.block_size").startswith("Block size does not matter here: 0 of 18 differences")
 
 
 def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records):

@@ -30,14 +30,34 @@ def opened(browser, page) -> Iterator[Any]:
     context.close()
 
 
+def unfold(tab: Any) -> None:
+    tab.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+
+
 def test_title_names_the_sweep(opened):
     assert opened.title() == "<fragmentation> · PageTwin report"
 
 
-def test_verdict_is_on_the_first_screen(opened):
-    box = opened.locator(".answer").bounding_box()
+def test_choice_figure_and_trust_are_on_the_first_screen(opened):
+    parts = [".choices", "#figure-overview svg", ".answer"]
+    boxes = [opened.locator(part).bounding_box() for part in parts]
+    assert [box["y"] for box in boxes] == sorted(box["y"] for box in boxes)
+    assert boxes[-1]["y"] + boxes[-1]["height"] < 800
+
+
+def test_on_a_phone_the_choice_is_on_the_first_screen_and_the_figure_fits(browser, page):
+    tab = context_of(browser, page, viewport={"width": 400, "height": 800})
+    box = tab.locator(".choices").bounding_box()
     assert box["y"] + box["height"] < 800
-    assert opened.locator(".finished").first.bounding_box()["y"] < box["y"]
+    assert not tab.locator("#figure-overview svg").is_visible()
+    drawn = tab.locator("#figure-overview_narrow svg").bounding_box()
+    assert drawn["x"] + drawn["width"] <= 400
+    tab.context.close()
+
+
+def test_the_page_is_six_screens_and_1500_words_while_nothing_is_unfolded(opened):
+    assert opened.evaluate("document.documentElement.scrollHeight") <= 6 * 800
+    assert len(opened.locator("main").inner_text().split()) <= 1500
 
 
 def test_figures_hold_selectable_text(opened):
@@ -60,12 +80,13 @@ def test_the_console_stays_silent(opened):
 @pytest.mark.parametrize("width", [400, 800, 1280])
 def test_no_horizontal_overflow(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
-    opened.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+    unfold(opened)
     assert opened.evaluate("document.documentElement.scrollWidth") <= width
 
 
 def test_no_text_leaves_its_figure(opened):
     """A label that sticks out of the drawing is cut off."""
+    unfold(opened)
     outside = opened.evaluate(
         """() => [...document.querySelectorAll('figure svg')].flatMap(svg => {
             const frame = svg.getBoundingClientRect();
@@ -91,6 +112,7 @@ def column(tab: Any, name: str) -> list[str]:
 
 
 def test_a_click_on_a_head_sorts_the_points_and_a_second_one_turns_the_order(opened):
+    unfold(opened)
     opened.get_by_role("button", name="block size", exact=True).click()
     once = [int(text) for text in column(opened, "block size")]
     opened.get_by_role("button", name="block size", exact=True).click()
@@ -100,6 +122,7 @@ def test_a_click_on_a_head_sorts_the_points_and_a_second_one_turns_the_order(ope
 
 
 def test_the_filter_leaves_the_points_that_have_all_words(opened):
+    unfold(opened)
     opened.get_by_role("searchbox").fill("paged 16")
     assert set(column(opened, "cache")) == {"paged"}
     assert set(column(opened, "block size")) == {"16"}
@@ -171,7 +194,7 @@ def test_a_word_of_a_table_is_not_broken_on_a_phone(browser, page):
     """Letter-by-letter breaks made cells that are many lines high and one letter wide."""
     tab = context_of(browser, page, viewport={"width": 400, "height": 900})
     narrow = tab.evaluate(
-        """() => [...document.querySelectorAll('#verdict td')].filter(cell => cell.textContent.trim().length > 8
+        """() => [...document.querySelectorAll('#trust td')].filter(cell => cell.textContent.trim().length > 8
             && cell.getBoundingClientRect().width < 40).map(cell => cell.textContent)"""
     )
     assert narrow == []
@@ -198,7 +221,7 @@ def test_axe_finds_no_fault(opened, scheme, width):
     """Contrast, names, landmarks, order of headings and what else axe-core checks, with every fold open."""
     opened.set_viewport_size({"width": width, "height": 800})
     opened.emulate_media(color_scheme=scheme)
-    opened.locator("details").evaluate_all("all => all.forEach(one => one.open = true)")
+    unfold(opened)
     assert axe_faults(opened) == []
 
 

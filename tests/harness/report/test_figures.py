@@ -145,13 +145,25 @@ def test_hits_against_the_match_unit_leave_out_a_point_without_them(study):
     assert drawn.data["point"].nunique() == len(paged) - 1
 
 
+def test_the_axis_of_errors_is_linear_where_no_error_is_large(tmp_path):
+    sides = {"analytic": None, "simulated": 0.59, "measured": 1.0, "low": 0.99, "high": 1.01}
+    row = {"metric": "ttft_p50", "unit": "s", **sides, "error": -0.41, "spread": 0.01}
+    write_point(tmp_path, ONE, comparison=[row])
+    study = read_study(tmp_path)
+    with style():
+        found = errors.draw_errors(study, find_axes(study.records))
+    (panel,) = found.figure.axes
+    assert panel.get_xscale() == "linear"
+    assert "logarithmic" not in panel.get_xlabel() + found.caption
+
+
 def test_the_axis_of_errors_has_ticks_where_it_is_logarithmic_and_says_so(tmp_path):
     sides = {"analytic": None, "simulated": 0.7, "measured": 1.0, "low": 0.99, "high": 1.01}
-    row = {"metric": "ttft_p50", "unit": "s", **sides, "error": -0.3, "spread": 0.01}
+    row = {"metric": "ttft_p50", "unit": "s", **sides, "error": -0.7, "spread": 0.01}
     write_point(tmp_path, ONE, comparison=[row])
     wide = read_study(tmp_path)
     with style():
         found = errors.draw_errors(wide, find_axes(wide.records))
     (panel,) = found.figure.axes
-    assert {-50.0, 50.0} <= set(panel.get_xticks())
+    assert {-100.0, -50.0, -30.0, 50.0} <= set(panel.get_xticks())
     assert "logarithmic beyond ±20" in panel.get_xlabel()

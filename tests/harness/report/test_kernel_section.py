@@ -125,7 +125,7 @@ def test_a_run_of_another_device_is_said_loudly(
     text = report_of(store, "--kernels", str(write_kernels(tmp_path / "other", device="NVIDIA H200")))
     warning = f"Another device: these kernels were timed on NVIDIA H200, the sweep ran on {SWEPT_ON}."
     assert f'<div class="finished bad"><p>{warning}' in text
-    assert warning in text[: text.index('<section id="pools">')]
+    assert warning in text[: text.index('<section id="trust">')]
     assert f"warning: {warning}" in capsys.readouterr().err
 
 

@@ -38,8 +38,7 @@ def words_of(store: Path) -> str:
 def test_sections_stand_in_the_order_of_the_readers_questions(page):
     found = re.findall(r'<section id="([a-z]+)">', text_of(page))
     assert found == [
-        "answers", "verdict", "explore", "pools", "agreement", "curves", "trade", "memory", "pool", "kernel", "levels",
-        "tables", "definitions", "environment", "cost", "again",
+        "answers", "trust", "explore", "memory", "run", "tables",
     ]  # fmt: skip
 
 
@@ -245,16 +244,16 @@ def test_pace_and_the_date_of_calibration_stand_where_a_reader_looks_for_them(tm
     pace = {"ratio": 1.25, "low": 1.1, "high": 1.3, "probes": 4, "unscaled": {"mape": 0.3}}
     write_point(tmp_path, ONE, cost=cost, pace=pace)
     text = words_of(tmp_path)
-    verdict, environment = text.partition('id="verdict"')[2], text.partition('id="environment"')[2]
-    assert "the device took 1.25 times as long as at calibration" in verdict.partition("</section>")[0]
-    assert "Pace of the device" in environment.partition("</section>")[0]
+    trust, environment = text.partition('id="trust"')[2], text.partition('id="environment"')[2]
+    assert "the device took 1.25 times as long as at calibration" in trust.partition("</section>")[0]
+    assert "Pace of the device" in environment.partition("</details>")[0]
     assert "2026-11-21 04:01+00:00" in text
 
 
 def test_the_head_says_at_which_pace_measured_seconds_are_stated(tmp_path):
     pace = {"by": "yardstick", "ratio": 1.25, "low": 1.1, "high": 1.3, "probes": 4, "unscaled": {"mape": 0.3}}
     write_point(tmp_path, ONE, pace=pace)
-    assert "at the pace of the calibration" in words_of(tmp_path).partition('id="verdict"')[0]
+    assert "at the pace of the calibration" in words_of(tmp_path).partition('id="trust"')[0]
 
 
 def test_a_date_that_is_text_already_stays(tmp_path):

@@ -265,4 +265,4 @@ def test_the_head_of_the_report_says_that_windows_are_held_without_groups(tmp_pa
     sizes = ["workload.num_requests=2", "report.figures=none", f"out={tmp_path}"]
     assert main(["run", "measure=false", *words, *sizes]) == 0
     page = (tmp_path / "report" / "index.html").read_text()
-    assert page.index("Windowed layers keep every block") < page.index("<h2>What the sweep says")
+    assert page.index("Windowed layers keep every block") < page.index('<section id="trust">')
