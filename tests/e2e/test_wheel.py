@@ -95,6 +95,7 @@ def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None
         "engine",
         "harness",
         "paged_kernels",
+        "pagetwin_probe.py",  # `vllm serve --scheduler-cls pagetwin_probe.Scheduler`
         "traces",
     }
     assert {f"{package}/py.typed" for package in ("engine", "harness", "paged_kernels", "traces")} <= set(
