@@ -3,6 +3,7 @@
 Run it with `python examples/read_the_store.py [FOLDER]`. Without a folder it simulates a small sweep first.
 A sweep's folder holds `summary.parquet`, one row for each point with dotted columns, and for each point
 `points/<fingerprint>/` with `record.json` (all of it), `steps.parquet` and `requests.parquet`.
+`checked_summary` compares the summary with its digest: some damage by a disk loads as other numbers.
 """
 
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 
 from harness.cli.main import main as pagetwin
+from harness.store.manifest import checked_summary
 
 SWEEP = "sweep measure=false cost=roofline cache.block_size=8,32 workload.prefix_share=0.5 workload.num_requests=50"
 COLUMNS = {
@@ -27,13 +29,13 @@ COLUMNS = {
 
 def summary(folder: Path) -> pd.DataFrame:
     """Some columns of every point, with shorter names."""
-    points = pd.read_parquet(folder / "summary.parquet")
+    points = pd.read_parquet(checked_summary(folder))
     return points[list(COLUMNS)].rename(columns=COLUMNS).sort_values("block size")
 
 
 def slowest_requests(folder: Path) -> pd.DataFrame:
     """The five requests of the first point of the summary with the largest time to the first token."""
-    first = pd.read_parquet(folder / "summary.parquet")["fingerprint"][0]
+    first = pd.read_parquet(checked_summary(folder))["fingerprint"][0]
     table = pd.read_parquet(folder / "points" / first / "requests.parquet")
     table["ttft_ms"] = (table["first_token_s"] - table["arrival_s"]) * 1000
     return table.nlargest(5, "ttft_ms")[["request_id", "prompt_tokens", "ttft_ms"]]

@@ -17,7 +17,7 @@ from harness.console import numbered, one_line, remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import remove_leftovers
 from harness.store.commit import Layout
-from harness.store.manifest import Manifest, read_manifest
+from harness.store.manifest import Manifest, derived_faults, read_manifest, without_digest
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import Health, examine, set_aside, survey
@@ -94,19 +94,28 @@ def doctor_command(arguments: Arguments) -> int:
     root, remote = report.opened_store(arguments.flags.store, fresh=True)
     health = examine(root)
     manifest = _say_health(root, health)
-    if not health.damage:
-        return int(manifest is None and Layout(root).manifest.exists())
+    missing = [] if manifest is None else _missing(root, manifest)
+    derived = [] if manifest is None else _say_derived(root, manifest)
+    if missing:
+        is_lost = manifest is not None and manifest.report
+        why = "missing, as they were deleted or not run" if is_lost else "not run yet"
+        say(
+            f"{numbered(len(missing), 'point')} of the sweep {why}: {', '.join(missing[: report.MOST_LISTED])}"
+        )
+        missing = missing if is_lost else []
+    if not (health.damage or derived or missing):
+        return int(_say_earlier(root) or (manifest is None and Layout(root).manifest.exists()))
+    _say_earlier(root)
     if not arguments.flags.repair:
         say(f"repair with: python -m harness doctor {shlex.quote(shown(root))} --repair")
         return 1
-    return _repair(root, remote, list(health.damage), manifest, arguments)
+    return _repair(root, remote, list(health.damage), missing, manifest, arguments)
 
 
 def _say_health(root: Path, health: Health) -> Manifest | None:
-    """Print what was found; returns the store's manifest where it can be read."""
+    """Print what was found at the points; returns the store's manifest where it can be read."""
     whole, files = numbered(health.records, "record"), numbered(health.files, "file")
     say(f"{shown(root)}: {whole} and {files} beside them are whole")
-    say("not compared, as they have no digests: summary.parquet, sweep.json and the report")
     if health.undigested:
         say(
             f"{numbered(health.undigested, 'record')} of an older version without digests: checked by form alone"
@@ -120,34 +129,79 @@ def _say_health(root: Path, health: Health) -> Manifest | None:
         return None
 
 
+def _missing(root: Path, manifest: Manifest) -> list[str]:
+    """The points of the sweep of which there is neither a record nor a failure, nor anything damaged."""
+    return [
+        point.fingerprint for point in manifest.points if not Layout(root).point(point.fingerprint).exists()
+    ]
+
+
+def _say_derived(root: Path, manifest: Manifest) -> list[str]:
+    """Print what is wrong with the summary and the report; returns the files at fault."""
+    faults, bare = derived_faults(root, manifest), without_digest(root, manifest)
+    if manifest.digests:
+        sound = numbered(len(manifest.digests) - len(faults), "file")
+        say(f"sweep.json, and {sound} of the summary and the report, are whole")
+    report.show_problems([f"damaged: {root / name}: {fault}" for name, fault in faults.items()], say)
+    report.show_problems([f"not compared, as it has no digest: {one_line(name)}" for name in bare], say)
+    return list(faults)
+
+
+def _say_earlier(root: Path) -> bool:
+    """Print what is wrong with the reports of earlier sweeps, which no points make again; whether anything is."""
+    faults: list[str] = []
+    for place in sorted(path.parent for path in root.glob("earlier/*/sweep.json")):
+        try:
+            kept = read_manifest(place)
+            faults += (
+                [f"{place / name}: {fault}" for name, fault in derived_faults(place, kept).items()]
+                if kept
+                else []
+            )
+        except ForeignFileError as error:
+            faults.append(str(error))
+    report.show_problems([f"damaged: {fault}; delete that folder" for fault in faults], say)
+    return bool(faults)
+
+
 def _repair(
-    root: Path, remote: RemoteStore | None, names: list[str], manifest: Manifest | None, arguments: Arguments
+    root: Path,
+    remote: RemoteStore | None,
+    damaged: list[str],
+    missing: list[str],
+    manifest: Manifest | None,
+    arguments: Arguments,
 ) -> int:
-    """Set the damaged points aside and run them again; returns the exit code."""
+    """Set the damaged points aside, run them and those that are missing again, report; returns the exit code."""
     request = None if manifest is None else _request_of(root, manifest)  # refused before anything is moved
+    names = [*damaged, *missing]
     with stoppable(), locked(root), exchanging(remote):
         refuse_beside_jobs(root, "doctor --repair")
-        aside = set_aside(root, names)
+        if damaged:
+            say(f"{numbered(len(damaged), 'damaged point')} moved to {set_aside(root, damaged)}")
         if remote is not None:
-            remote.set_aside(names)
+            remote.set_aside(damaged)
         remove_leftovers(root)
-        say(f"{numbered(len(names), 'damaged point')} moved to {aside}")
         if manifest is None or request is None:
             remark("without sweep.json it is not known how they were made; run the sweep again")
             return 1
         functions = arguments.point or point_functions()
-        sweep = plan_sweep(request, functions)
-        todo = [planned for planned in sweep.points if planned.fingerprint in names]
+        sweep = plan_sweep(request, functions) if names else None
+        todo = [planned for planned in sweep.points if planned.fingerprint in names] if sweep else []
         if len(todo) < len(names):
             lost = numbered(len(names) - len(todo), "point")
             remark(f"{lost} cannot be run again: other code, traces or settings than those of now made them")
         committed = remote.push_point if remote is not None else None
-        outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
-        if todo and outcome.done:
+        failed, interrupted = 0, False
+        if sweep is not None and todo:
+            outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
+            failed, interrupted = len(outcome.failed), outcome.interrupted
+        if not interrupted and any(Layout(root).points.glob("*/record.json")):
             report.write_report(root, manifest, arguments.report)
-        repaired = len(todo) - len(outcome.failed)
-        say(f"{repaired} of {numbered(len(names), 'damaged point')} repaired")
-        return 0 if repaired == len(names) and not outcome.interrupted else 1
+        repaired = len(todo) - failed
+        if names:
+            say(f"{repaired} of {numbered(len(names), 'damaged or missing point')} repaired")
+        return 0 if repaired == len(names) and not interrupted else 1
 
 
 def _request_of(root: Path, manifest: Manifest) -> SweepRequest:

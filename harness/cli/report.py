@@ -15,7 +15,7 @@ from harness.console import remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import exclusive
 from harness.store.commit import Layout
-from harness.store.manifest import Manifest, read_manifest, with_report, write_manifest
+from harness.store.manifest import Manifest, derived_faults, read_manifest, with_report, write_manifest
 from harness.store.reading import read_store
 from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
@@ -111,7 +111,8 @@ def write_report(
     except report.ReportError as error:
         raise UserError(str(error)) from error
     if manifest is not None and path.is_relative_to(out):
-        write_manifest(out, with_report(manifest, out, path, verdict))
+        summary = Layout(target or out).summary
+        write_manifest(out, with_report(manifest, out, path, verdict, summary))
     _say_report(path, verdict)
     return path
 
@@ -148,7 +149,8 @@ def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions |
     known, kernels = known_manifest(out), kernels_of(out, manifest)
     if known is not None and known.report and same_sweep(known, manifest):
         path = out / known.report
-        if path.exists() and path.stat().st_mtime_ns >= _newest_input(out, kernels):
+        is_whole = path.exists() and not derived_faults(out, known)
+        if is_whole and path.stat().st_mtime_ns >= _newest_input(out, kernels):
             _say_report(path, known.verdict)
             return
     write_report(out, manifest, report, kernels=kernels, figures=figures_of(manifest))
@@ -195,7 +197,7 @@ def known_manifest(out: Path) -> Manifest | None:
 
 def same_sweep(known: Manifest | None, manifest: Manifest) -> bool:
     """Whether two manifests ask for the same sweep. Their reports and verdicts may differ."""
-    return known is not None and replace(known, report=None, verdict=()) == manifest
+    return known is not None and replace(known, report=None, verdict=(), digests={}) == manifest
 
 
 def _newest_input(out: Path, kernels: Path | None) -> int:

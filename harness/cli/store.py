@@ -11,10 +11,10 @@ a prepared experiment with experiment=NAME. Without any list `sweep` runs the de
 Exit codes: 0 all points are done, 1 some failed, 2 the input was wrong, 130 stopped
 with Ctrl-C or SIGTERM (repeat to go on)."""
 _DOCTOR = """\
-Every record is compared with its own digest, and every table with the digest in its record. summary.parquet, sweep.json
-and the report have no digests and are not compared; `report FOLDER` writes summary and report anew. Nothing is deleted:
-with --repair the folder of a damaged point moves to FOLDER/damaged, and the point runs again if the sweep of the folder
-still plans it (same code, traces and settings).
+Every record and sweep.json are compared with their own digests, every table with the digest in its record, the summary
+and the report with those in sweep.json. Points of the sweep that are missing and files without a digest are named.
+Nothing is deleted: with --repair the folder of a damaged point moves to FOLDER/damaged, it and missing points run again
+if the sweep of the folder still plans them (same code, traces and settings), and summary and report are written anew.
 Exit codes: 0 all is whole, 1 something is damaged and not repaired, 2 the input was wrong."""
 _LOGS = """\
 One line a point: the beginning of its folder's name under points/, the job of Slurm that ran it last, the log of that

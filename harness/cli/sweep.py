@@ -8,6 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +23,7 @@ from harness.console import counted, numbered, planning, remark, say
 from harness.store import StoreError
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout
-from harness.store.manifest import Manifest, SweepPoint, keep_report, write_manifest
+from harness.store.manifest import Manifest, SweepPoint, keep_report, still_there, write_manifest
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
@@ -245,6 +246,6 @@ def _open_store(out: Path, manifest: Manifest, known: Manifest | None) -> None:
         remove_leftovers(out)
         if known is not None and known.overrides != manifest.overrides and (kept := keep_report(out, known)):
             remark(f"the report of '{known.command}' is kept in {kept}")
-        write_manifest(out, manifest)
+        write_manifest(out, replace(manifest, digests=still_there(out, known)) if known else manifest)
     except StoreError as error:
         raise ConfigError("out", str(error)) from error

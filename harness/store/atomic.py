@@ -174,6 +174,7 @@ def exclusive(root: Path) -> Iterator[None]:
     try:
         _take(root, handle)
         yield
+        os.ftruncate(handle, 0)  # it names no process any more
     finally:
         os.close(handle)
 

@@ -34,21 +34,23 @@ def digest_of(data: bytes) -> str:
 
 
 def sealed(plain: Mapping[str, Any]) -> bytes:
-    """A record as indented JSON with its own digest at its beginning. `plain` holds plain JSON values."""
-    first = {name: plain[name] for name in ("schema", "fingerprint")}
+    """A record or manifest as indented JSON with its own digest at its beginning. `plain` holds plain JSON values."""
+    first = {name: plain[name] for name in ("schema", "fingerprint") if name in plain}
     text = json.dumps({**first, "digest": _EMPTY, **plain}, indent=1, ensure_ascii=False) + "\n"
     data = text.encode()
     return data.replace(_EMPTY.encode(), digest_of(data).encode(), 1)
 
 
 def read_sealed(data: bytes) -> Any:
-    """The JSON value of a record.
+    """The JSON value of a record or manifest.
 
     Raises:
         ValueError: not JSON, with a number that no table can hold, or changed after it was written; says which.
     """
     found = _OWN.search(data, 0, _HEAD)
     value = json.loads(data, parse_int=_integer, parse_constant=_no_number)
+    if found is None and isinstance(value, dict) and "digests" in value:
+        raise ValueError("its digest is missing, so it was changed after it was written")
     if found is not None:
         start, end = found.span(1)
         if digest_of(data[:start] + _EMPTY.encode() + data[end:]) != found[1].decode():
@@ -84,6 +86,8 @@ def file_fault(file: Path, digest: str | None) -> str | None:
 
 
 Columns = Mapping[str, Any]  # one array or list a column, all of one length
+# The folder of a store that holds what was set aside.
+DAMAGED = "damaged"
 # of record.json, failure.json and sweep.json; raise it when an old reader would misread a new file
 SCHEMA = 1
 
@@ -159,14 +163,9 @@ def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> 
         StoreError: the store cannot be written.
     """
     path = Layout(root).failure(fingerprint)
-    data = sealed(_plain_object({"schema": SCHEMA, "fingerprint": fingerprint, **failure}))
+    data = sealed(_plain_object({"schema": SCHEMA, "fingerprint": fingerprint, "digests": {}, **failure}))
     write_files(path.parent, {path.name: data})
     return path
-
-
-def json_bytes(value: object) -> bytes:
-    """Indented UTF-8 JSON; NumPy values become plain ones, NaN and infinities null (JSON has neither)."""
-    return (json.dumps(_plain(value), indent=1, ensure_ascii=False) + "\n").encode()
 
 
 def parquet_bytes(columns: Columns) -> bytes:

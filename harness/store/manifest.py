@@ -3,17 +3,16 @@
 It holds the last sweep of the store, so that `status` and `report` know which points belong together.
 """
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from harness.config.foreign import Foreign
 from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.atomic import write_files
-from harness.store.commit import SCHEMA, Layout, json_bytes
+from harness.store.commit import DAMAGED, SCHEMA, Layout, digest_of, file_fault, read_sealed, sealed
 
 _NAME = re.compile(r"\w{1,64}")  # of a point, whose folder has it: never a path
 
@@ -36,6 +35,8 @@ class Manifest:
     points: tuple[SweepPoint, ...]
     report: str | None = None  # relative path of the report written from exactly these points
     verdict: tuple[str, ...] = ()  # its first lines
+    # of what was derived from the points, by relative path: the summary and all files of the report
+    digests: Mapping[str, str] = field(default_factory=dict)
 
 
 def write_manifest(root: Path, manifest: Manifest) -> None:
@@ -44,7 +45,7 @@ def write_manifest(root: Path, manifest: Manifest) -> None:
     Raises:
         StoreError: the folder cannot be written.
     """
-    write_files(root, {Layout(root).manifest.name: json_bytes({"schema": SCHEMA, **asdict(manifest)})})
+    write_files(root, {Layout(root).manifest.name: sealed({"schema": SCHEMA, **asdict(manifest)})})
 
 
 def read_manifest(root: Path) -> Manifest | None:
@@ -58,7 +59,7 @@ def read_manifest(root: Path) -> Manifest | None:
     if not path.exists():
         return None
     try:
-        value = json.loads(path.read_bytes())
+        value = read_sealed(path.read_bytes())
         _check_version(path, value["schema"])
         if value["report"] is not None and not _is_inside(value["report"]):
             raise ValueError(f"its report {value['report']!r} lies outside the store")
@@ -70,6 +71,7 @@ def read_manifest(root: Path) -> Manifest | None:
             points=_points(value["points"]),
             report=value["report"],
             verdict=tuple(value["verdict"]),
+            digests=_digests(value.get("digests", {})),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, StoreVersionError):
@@ -95,13 +97,67 @@ def keep_report(root: Path, manifest: Manifest) -> Path | None:
         (root / first).rename(place / first)
     except OSError as error:
         raise StoreError(f"cannot keep the earlier report in {place}: {error.strerror}") from error
-    write_manifest(place, manifest)
+    write_manifest(place, replace(manifest, digests=still_there(place, manifest)))
     return place
 
 
-def with_report(manifest: Manifest, root: Path, report: Path, verdict: Sequence[str]) -> Manifest:
-    """The manifest after its report was written."""
-    return replace(manifest, report=str(report.relative_to(root)), verdict=tuple(verdict))
+def with_report(
+    manifest: Manifest, root: Path, report: Path, verdict: Sequence[str], summary: Path
+) -> Manifest:
+    """The manifest after its report was written, and its summary: with the digests of all their files."""
+    written = (path for path in _beside(root) if path == summary or report.parent in path.parents)
+    fresh = {str(path.relative_to(root)): digest_of(path.read_bytes()) for path in written}
+    digests = dict(sorted((still_there(root, manifest) | fresh).items()))
+    name = str(report.relative_to(root))
+    return replace(manifest, report=name, verdict=tuple(verdict), digests=digests)
+
+
+def still_there(root: Path, manifest: Manifest) -> dict[str, str]:
+    """The manifest's digests of files that are in the folder."""
+    return {name: digest for name, digest in manifest.digests.items() if (root / name).exists()}
+
+
+def derived_faults(root: Path, manifest: Manifest) -> dict[str, str]:
+    """What is wrong with files that were derived from the points, by relative path; raises nothing."""
+    found = {name: file_fault(root / name, digest) for name, digest in manifest.digests.items()}
+    return {name: fault for name, fault in found.items() if fault}
+
+
+def without_digest(root: Path, manifest: Manifest) -> list[str]:
+    """The files beside the points that nothing can be compared with: those of older versions, and others'."""
+    names = (str(path.relative_to(root)) for path in _beside(root))
+    return [name for name in names if name not in manifest.digests]
+
+
+def _beside(root: Path) -> Iterator[Path]:
+    """All files of a store but points, what was kept or set aside, hidden ones and the manifest."""
+    others = ("points", "earlier", DAMAGED, Layout(root).manifest.name)
+    for place in sorted(root.iterdir()):
+        if place.name not in others and not place.name.startswith("."):
+            yield from (path for path in sorted([place, *place.rglob("*")]) if path.is_file())
+
+
+def checked_summary(folder: Path | str) -> Path:
+    """The path of a store's summary, after it was compared with its digest: `pd.read_parquet(checked_summary(out))`.
+
+    A store of an older version has no digest of it; then its form alone is looked at.
+
+    Raises:
+        ForeignFileError: it is missing, or was changed after it was written.
+        StoreVersionError: the store was written with another schema.
+    """
+    root = Path(folder)
+    path, manifest = Layout(root).summary, read_manifest(root)
+    if fault := file_fault(path, manifest.digests.get(path.name) if manifest else None):
+        raise ForeignFileError(f"{root}: {fault}; write it anew: python -m harness report {root}")
+    return path
+
+
+def _digests(value: Mapping[str, Any]) -> dict[str, str]:
+    for name, digest in value.items():
+        if not _is_inside(name) or not isinstance(digest, str):
+            raise ValueError(f"a digest of {name[:80]!r}, which is no file of the store")
+    return dict(value)
 
 
 def _is_inside(name: str) -> bool:

@@ -32,8 +32,7 @@ from harness.config.paths import bucket_of, is_url
 from harness.console import install_hint
 from harness.store import BusyStoreError, StoreError
 from harness.store.atomic import exclusive, has_ended, owner, write_files
-from harness.store.commit import Layout, file_fault, read_sealed
-from harness.store.survey import DAMAGED
+from harness.store.commit import DAMAGED, Layout, file_fault, read_sealed
 
 RENEW_S = 20.0
 STALE_S = 90.0

@@ -21,7 +21,7 @@ from harness.console import remark
 from harness.metrics.record import PointRecord
 from harness.store import ForeignFileError, StoreError, StoreVersionError, reading, write_failed
 from harness.store.atomic import write_files
-from harness.store.commit import Layout, parquet_bytes
+from harness.store.commit import DAMAGED, Layout, parquet_bytes
 from harness.workers import in_workers
 
 SURVEY = ".survey.parquet"
@@ -152,10 +152,6 @@ def _read_part(part: _Part) -> tuple[list[Seen], dict[str, reading.Failure], lis
             for key, failure in found.failures.items()
         }
     return seen, content.failures, content.problems
-
-
-# The folder of a store that holds what was set aside.
-DAMAGED = "damaged"
 
 
 @dataclass

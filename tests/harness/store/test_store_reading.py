@@ -152,7 +152,9 @@ def test_a_truncated_table_is_named(store: Path) -> None:
 
 def test_a_manifest_is_read_back_with_its_report(tmp_path: Path) -> None:
     manifest = Manifest("x", "python -m harness sweep", ("a=1",), (SweepPoint("aa", ("a=1",)),))
-    manifest = with_report(manifest, tmp_path, tmp_path / "report/index.html", ["fine"])
+    manifest = with_report(
+        manifest, tmp_path, tmp_path / "report/index.html", ["fine"], tmp_path / "summary.parquet"
+    )
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
     assert manifest.report == "report/index.html"
