@@ -265,7 +265,7 @@ def _trust_section(study: Study, verdict: Verdict, shown: Mapping[str, Shown]) -
         "model can be shown to be better.",
         f"Trusted: the bound is below the margin of the class ({margins}) or {FLOOR_FACTOR:g} times the noise floor, "
         f"and no point is off by more than {WORST_FACTOR:g} margins or twice its own spread. Trusted within x: nine of "
-        "ten points are off by less than x (bound), and x is at most 25 %, for shares 10 points. Everything else is not "
+        "ten points are off by less than x (bound), and x is at most 25 %, for shares 10 points. All else is not "
         "trusted.",
     ]
     levels = provenance.attribution_table(study.measured)
