@@ -54,7 +54,8 @@ class Choice:
 
     def __str__(self) -> str:
         band = f" ({self.band})" if self.band else ""
-        return f"{self.setting}: {self.value}. {f'{self.number} {self.effect}'.strip()}{band}."
+        effect = f"{self.number} {self.effect}".strip()
+        return f"{self.setting}: {self.value}. {effect[0].upper()}{effect[1:]}{band}."
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,11 @@
 import json
 
 import pytest
-from synthetic_store import write_point
+from synthetic_store import grid, write_point, write_store
 
 from harness.report import verdict_lines
+from harness.report.study import read_study
+from harness.report.verdict_text import console_lines
 
 POINT = {"cache.policy": "paged", "cache.block_size": 16}
 
@@ -171,3 +173,21 @@ def test_an_audit_mismatch_is_a_no(tmp_path):
     lines = verdict_lines(tmp_path)
     assert lines[1].startswith("No:")
     assert any("2 mismatches" in line for line in lines)
+
+
+def test_the_console_says_what_to_choose_and_how_far_to_trust_it_a_line_each(tmp_path):
+    axes = {"cache.block_size": (8, 16), "decoding.beam_width": (1, 2)}
+    lines = console_lines(read_study(write_store(tmp_path, grid(axes))))
+    assert [line.partition(":")[0] for line in lines[:4]] == [
+        "Everything finished", "Cache", "Block size", "Beam width"
+    ]  # fmt: skip
+    assert "Typical errors: memory" in lines[4]
+    assert len(lines) == 5
+
+
+def test_a_console_whose_counts_differ_names_the_difference(tmp_path):
+    counts = {"identical": False, "steps": 9, "first_difference": "step 3: block ids"}
+    write_point(tmp_path, POINT, levels={"counts": counts})
+    lines = console_lines(read_study(tmp_path))
+    assert any(line.startswith("No: the two sides did different work") for line in lines)
+    assert any("step 3: block ids" in line for line in lines)
