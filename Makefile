@@ -39,6 +39,7 @@ nightly: $(STAMP)  # all tests (with PAGETWIN_VLLM=PATH/bin/python also beside v
 	$(PY) -m harness gate --layer resource
 	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
 	$(PY) tests/nightly/kill_drill.py local 50
+	$(PY) tests/nightly/kill_drill.py local 20 --measured --repeats 3 --points 12
 	$(PY) tests/nightly/planted_logs.py --seeds 3
 
 lint: $(STAMP)

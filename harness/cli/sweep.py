@@ -18,11 +18,10 @@ from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
 from harness.config.paths import is_url
-from harness.config.schema import Place
 from harness.console import counted, numbered, planning, remark, say
 from harness.store import StoreError
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
-from harness.store.commit import Layout
+from harness.store.commit import Layout, forget_runs
 from harness.store.manifest import Manifest, SweepPoint, keep_report, still_there, write_manifest
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
@@ -95,6 +94,8 @@ def _run(
     content = _read(sweep.out)
     todo, times = _left(sweep, content, arguments), time_model(content.records.values())
     del content
+    for planned in todo if arguments.flags.force else ():
+        forget_runs(sweep.out, planned.fingerprint)
     backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
@@ -120,18 +121,9 @@ def _run(
         )
     finally:
         remove_leftovers(sweep.out)
-    if outcome.interrupted and any(map(_shares_the_time, todo)):
-        remark(
-            "measured points are open together, and those that had not ended are measured anew; "
-            "execute.spread_s=0 ends each point before the next begins"
-        )
+    if outcome.interrupted and (runs := len([*sweep.out.glob(".open/*/*.run")])):
+        remark(f"{numbered(runs, 'measured run')} of points that had not ended are kept too")
     return _finish(sweep, manifest, outcome, arguments)
-
-
-def _shares_the_time(point: plan.PlannedPoint) -> bool:
-    """Whether other points run between the runs of this one."""
-    config = point.config
-    return config.measure and config.execute.place is Place.local and config.execute.spread_s > 0
 
 
 def _finish(sweep: plan.SweepPlan, manifest: Manifest, outcome: SweepOutcome, arguments: Arguments) -> int:

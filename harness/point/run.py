@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -164,9 +165,11 @@ class PointSession:
         """`run_point` in this session."""
         return run_point(config, progress=progress, session=self)
 
-    def point_stages(self, config: RunConfig, *, progress: Progress | None = None) -> Stages:
+    def point_stages(
+        self, config: RunConfig, *, progress: Progress | None = None, kept: Path | None = None
+    ) -> Stages:
         """`point_stages` in this session."""
-        return point_stages(config, progress=progress, session=self)
+        return point_stages(config, progress=progress, session=self, kept=kept)
 
 
 @cache
@@ -191,19 +194,25 @@ def run_point(
 
 
 def point_stages(
-    config: RunConfig, *, progress: Progress | None = None, session: PointSession | None = None
+    config: RunConfig,
+    *,
+    progress: Progress | None = None,
+    session: PointSession | None = None,
+    kept: Path | None = None,
 ) -> Stages:
     """The same in stages: pauses before the first measured run and between runs, where other points may run.
 
-    A simulation-only point does not pause.
+    A simulation-only point does not pause. Each measured run is written to the folder `kept` as it ends; those that an
+    earlier start left there are taken over.
     """
     session = session or PointSession()
     point = resolve(config)
     deployment = point.deployment
     cost = calibrated_cost(deployment, progress, session.repeated)
-    runs, pace, seconds = list["MeasuredRun"](), None, dict[str, float]()
+    runs, pace, seconds, earlier = list["MeasuredRun"](), None, dict[str, float](), 0
     if deployment.measured:
-        runs, pace, seconds["measured_over"] = yield from _measure(point, cost, progress, session)
+        measured = yield from _measure(point, cost, progress, session, kept)
+        runs, pace, seconds["measured_over"], earlier = measured
     paced = PacedCost(cost, pace.ratio) if pace and not deployment.has_yardstick else cost
     predicted_from = time.perf_counter()
     simulated = predict(point, paced, rows=point.replay.records)
@@ -220,51 +229,63 @@ def point_stages(
         pace={**pace.section(), "unscaled": unscaled} if pace else None,
         seconds=seconds,
     )
+    if earlier:
+        record = replace(record, environment={**record.environment, "runs_of_earlier_starts": earlier})
     return PointResult(record, tables, files)
 
 
 def _measure(
-    point: Point, cost: CostModel, progress: Progress | None, session: PointSession
+    point: Point, cost: CostModel, progress: Progress | None, session: PointSession, folder: Path | None
 ) -> "Generator[None, None, _Measured]":
     """The measured runs, and the pace of the device: from the yardstick, or from probes beside the runs.
 
     Without a calibration there is no pace to compare with; then a CPU's times are those at the pace of the first
-    warm-up.
+    warm-up, of the start that took the first run.
     """
     from harness.measure.engine import measure, warm_up
+    from harness.measure.executor import Reading
     from harness.measure.pace import pace_of, pace_of_runs, probe_s, reference_of
+    from harness.point.kept_runs import KeptRun, keep_run, read_runs
 
-    deployment, provenance = point.deployment, cost.source.provenance
+    deployment, provenance, repeats = point.deployment, cost.source.provenance, point.replay.repeats
     calibrated_s = provenance.get("probe_s") if deployment.cost.follow_pace else None
-    warm, calibrated = warm_up(point), reference_of(provenance)
+    calibrated = reference_of(provenance)
+    kept = read_runs(folder)[:repeats] if folder else []
+    if kept and calibrated not in (None, kept[0].reference):
+        kept = []  # they were taken before another calibration
+    earlier, known = len(kept), Reading(*kept[0].reference) if kept and kept[0].reference else None
+    warm = warm_up(point) if earlier < repeats else None
     if warm and not calibrated:
-        session.reference = session.reference or warm
-    reference = calibrated or (warm and session.reference)
-    runs, probes = [], []
+        session.reference = session.reference or known or warm
+    reference = calibrated or known or (warm and session.reference)
     yield
-    begun = time.perf_counter()
-    for number in range(point.replay.repeats):
+    for number in range(earlier, repeats):
 
         def stage(done: int, total: int, run: int = number) -> None:
             if progress:
-                progress(f"measuring, run {run + 1} of {point.replay.repeats}", done, total)
+                progress(f"measuring, run {run + 1} of {repeats}", done, total)
 
-        if number:
+        if number > earlier:
             yield
-        if calibrated_s:
-            probes.append(probe_s(deployment))
-        runs.append(measure(point, seed=point.workload.seed, progress=stage, reference=reference))
-    over_s, pace = time.perf_counter() - begun, None
+        begun = time.time()
+        probe = probe_s(deployment) if calibrated_s else None
+        run = measure(point, seed=point.workload.seed, progress=stage, reference=reference)
+        kept.append(KeptRun(run, begun, time.time(), reference, probe))
+        if folder and repeats > 1:
+            keep_run(folder, number, kept[-1])
+    runs, pace = [one.run for one in kept], None
     if deployment.has_yardstick:
         pace = pace_of_runs(runs)
         pace = pace if calibrated else replace(pace, since="first warm-up of the process")
     elif calibrated_s:
+        probes = [one.probe_s for one in kept if one.probe_s is not None]
         pace = pace_of([*probes, probe_s(deployment)], calibrated_s)
-    return runs, pace, over_s
+    return runs, pace, kept[-1].ended_s - kept[0].begun_s, earlier
 
 
-_Measured = tuple["list[MeasuredRun]", "Pace | None", float]
-"""The measured runs, the pace of the device during them, and the wall seconds from first to last."""
+_Measured = tuple["list[MeasuredRun]", "Pace | None", float, int]
+"""The measured runs, the pace of the device during them, the wall seconds from first to last, and how many of them an
+earlier start took."""
 
 
 def calibrated_cost(deployment: Deployment, progress: Progress | None, repeated: set[str]) -> CostModel:

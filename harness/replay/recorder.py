@@ -357,7 +357,7 @@ class PlanRecording(Observer):
         self.drafted: list[Mapping[int, int]] = []
         self.step_ns: list[int] = []
         self._features: list[Sequence[Amount]] = []
-        self._chosen = {} if chosen is None else chosen
+        self.chosen = {} if chosen is None else chosen
 
     def committed(self, step: StepRecord) -> None:
         """Keep the step."""
@@ -370,13 +370,18 @@ class PlanRecording(Observer):
     @property
     def parents(self) -> list[Mapping[int, Sequence[int]]]:
         """Beam parents by step and request; behind them those that a client chose."""
-        by_client = [{rid: parents} for rid, choices in self._chosen.items() for parents in choices]
+        by_client = [{rid: parents} for rid, choices in self.chosen.items() for parents in choices]
         return [*(result.parents for result in self.results), *by_client]
 
     @property
     def features(self) -> FloatArray:
         """Features of every step, `[steps, len(FEATURES)]`."""
         return np.array(self._features, dtype=np.float64).reshape(-1, len(FEATURES))
+
+    @features.setter
+    def features(self, rows: FloatArray) -> None:
+        """Those of a run that was kept."""
+        self._features = list(rows)
 
 
 def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:

@@ -495,6 +495,11 @@ def _apart(records: Sequence[PointRecord]) -> Iterator[str]:
             f"From the first to the last run of a point it took {median(known):,.0f} s in the median: the noise of "
             "repeats holds what changed on the machine meanwhile."
         )
+    if before := sum(int(record.environment.get("runs_of_earlier_starts") or 0) for record in records):
+        yield (
+            f"{before:,} of {sum(len(_runs(record)) for record in records):,} runs were taken before an interruption, "
+            "and the others of their points after it."
+        )
 
 
 def _runs(record: PointRecord) -> Sequence[Any]:

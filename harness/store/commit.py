@@ -10,6 +10,7 @@ import io
 import json
 import math
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -117,6 +118,10 @@ class Layout:
         """The folder of a point."""
         return self.points / fingerprint
 
+    def open_runs(self, fingerprint: str) -> Path:
+        """The folder of the measured runs of a point that has not ended (`harness.point.kept_runs`)."""
+        return self.root / ".open" / fingerprint
+
     def record(self, fingerprint: str) -> Path:
         """The record of a finished point."""
         return self.point(fingerprint) / "record.json"
@@ -154,6 +159,14 @@ def commit_point(
     files["record.json"] = sealed(_plain_object(stamped.to_json()))
     write_files(layout.point(fingerprint), files, last="record.json")
     layout.failure(fingerprint).unlink(missing_ok=True)
+    forget_runs(root, fingerprint)
+
+
+def forget_runs(root: Path, fingerprint: str) -> None:
+    """Delete the runs that were kept of a point: it is committed, has failed, or is asked for anew."""
+    runs = Layout(root).open_runs(fingerprint)
+    if runs.parent.exists():
+        shutil.rmtree(runs, ignore_errors=True)
 
 
 def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> Path:
@@ -165,6 +178,7 @@ def commit_failure(root: Path, fingerprint: str, failure: Mapping[str, Any]) -> 
     path = Layout(root).failure(fingerprint)
     data = sealed(_plain_object({"schema": SCHEMA, "fingerprint": fingerprint, "digests": {}, **failure}))
     write_files(path.parent, {path.name: data})
+    forget_runs(root, fingerprint)
     return path
 
 

@@ -28,7 +28,7 @@ from harness.config.memory import point_memory, workers_that_fit
 from harness.config.schema import RunConfig
 from harness.console import remark
 from harness.metrics.record import PointRecord
-from harness.store.commit import commit_failure, commit_point
+from harness.store.commit import Layout, commit_failure, commit_point
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
 from harness.sweep.progress import Failed, Reporter, TimeLeft, TimeModel, at_once, reporting, time_model
 from harness.workers import worker_pool
@@ -66,9 +66,12 @@ class PointStages(Protocol):
     """A function that runs one point in stages: it pauses before the first measured run and between runs."""
 
     def __call__(
-        self, config: RunConfig, *, progress: Progress | None = None
+        self, config: RunConfig, *, progress: Progress | None = None, kept: Path | None = None
     ) -> Generator[None, None, StorableResult]:
-        """Run to the next pause; the generator's value is the result. An exception makes it a failed point."""
+        """Run to the next pause; the generator's value is the result. An exception makes it a failed point.
+
+        Each measured run is written to the folder `kept` as it ends, and those that lie there are not taken again.
+        """
 
 
 class PointFunctions(PointChecks, Protocol):
@@ -250,7 +253,7 @@ class _Begun:
 class _Rounds:
     """Runs measured points in rounds. Points are open together until their runs are expected to take `spread_s`.
 
-    Open points have the same model, which stays loaded. An interrupt loses their runs.
+    Open points have the same model, which stays loaded. Their runs are kept as they end, so an interrupt loses one.
     """
 
     out: Path
@@ -265,7 +268,7 @@ class _Rounds:
             expected_s = 0.0
             while waiting and self._joins(waiting[0], together, expected_s):
                 point = waiting.popleft()
-                entry = _Begun(point, self.make(point.config, progress=self.reporter.request))
+                entry = _Begun(point, self._stages(point))
                 together.append(entry)
                 yield from self._advance([entry])  # to its first run: a calibration is no part of the round
                 before_s = entry.used_s
@@ -273,6 +276,10 @@ class _Rounds:
                 expected_s += (entry.used_s - before_s) * point.config.replay.repeats
             while any(entry.done is None for entry in together):
                 yield from self._advance(together)
+
+    def _stages(self, point: PlannedPoint) -> Generator[None, None, StorableResult]:
+        kept = Layout(self.out).open_runs(point.fingerprint)
+        return self.make(point.config, progress=self.reporter.request, kept=kept)
 
     @staticmethod
     def _joins(point: PlannedPoint, together: Sequence[_Begun], expected_s: float) -> bool:

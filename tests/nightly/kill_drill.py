@@ -3,7 +3,8 @@
     python tests/nightly/kill_drill.py local 50
     python tests/nightly/kill_drill.py slurm 10      # needs SLURM_CONF, or a Slurm: tests/support/slurm_node.py
     python tests/nightly/kill_drill.py ray 10        # starts a cluster of two nodes
-    options: --points N, --seed N, --measured (local, slurm: each point is measured too, all requests arrive at time 0)
+    options: --points N, --seed N, --measured (local, slurm: each point is measured too, all requests arrive at time 0),
+             --repeats N (local: so many runs of a measured point, spread; a run that had ended must stay as it was)
 
 Each kill comes at a random moment and is one of: kill -9 of the driver; kill -9 of a worker process; scancel or a
 requeue of a job (slurm); the loss of a node with all its processes (ray). After each kill every committed point must be
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,12 +61,14 @@ COUNTS = (
 class Drill:
     """One sweep of real points in a folder, and what kills it."""
 
-    def __init__(self, folder: Path, place: str, points: int, measured: bool, seed: int) -> None:
+    def __init__(
+        self, folder: Path, place: str, points: int, measured: bool, seed: int, repeats: int = 1
+    ) -> None:
         self.folder, self.place, self.dice = folder, place, random.Random(seed)
         seeds = f"workload.seed=range({points})"
         words = ["cost=roofline", "workload.oversize=drop", "workload.num_requests=24", seeds]
         if measured:
-            words += ["measure=true", "replay=offline", "replay.repeats=1", "cost.bounds=false"]
+            words += ["measure=true", "replay=offline", f"replay.repeats={repeats}", "cost.bounds=false"]
         else:
             words += ["measure=false", "workload.num_requests=200", "cost.bounds=true"]
         self.words = words
@@ -75,6 +79,9 @@ class Drill:
         self.cluster: Any = None
         self.kept: dict[str, str] = {}
         self.twice: set[str] = set()
+        self.repeats = repeats
+        self.runs: dict[tuple[str, str], str] = {}  # kept runs of open points: point and file
+        self.lost: set[tuple[str, str]] = set()  # runs that had ended, and are neither kept nor in a record
         self.kills: dict[str, int] = {}
 
     def start(self, out: Path) -> "subprocess.Popen[bytes]":
@@ -103,9 +110,21 @@ class Drill:
 
     def look(self, out: Path) -> None:
         """Compare the committed points with what they were at the last look."""
+        runs = self.kept_runs(out)  # before the records, into which they go
         now = self.records(out)
         self.twice |= {name for name, digest in self.kept.items() if now.get(name) != digest}
-        self.kept = now
+        self.lost |= {
+            run for run, digest in self.runs.items() if run[0] not in now and runs.get(run) != digest
+        }
+        self.kept, self.runs = now, runs
+
+    def kept_runs(self, out: Path) -> dict[tuple[str, str], str]:
+        """A digest of each run that an open point has kept, by point and file."""
+        found = {}
+        for file in (out / ".open").glob("*/*.run"):
+            with suppress(FileNotFoundError):  # its point was committed meanwhile
+                found[file.parent.name, file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+        return found
 
     def disturb(self, out: Path, points: int, kills: int) -> None:
         """Kill so many times, spread over the points that are left; then let the sweep finish."""
@@ -116,7 +135,8 @@ class Drill:
             target = len(self.records(out)) + self.dice.randint(
                 0, max(0, (points - len(self.records(out))) // (kills - done + 1))
             )
-            self._wait(partial(self._so_far, out, target, driver))
+            runs = len(self.kept_runs(out)) + self.dice.randint(1, 2) if self.repeats > 1 else None
+            self._wait(partial(self._so_far, out, target, driver, runs))
             time.sleep(self.dice.uniform(0, 1.5 if self.place == "local" else 3.0))
             what = self._kill(driver)
             if what is not None:
@@ -134,7 +154,10 @@ class Drill:
             )  # a worker's death may have failed its point: the same command again
         self.look(out)
 
-    def _so_far(self, out: Path, target: int, driver: "subprocess.Popen[bytes]") -> bool:
+    def _so_far(self, out: Path, target: int, driver: "subprocess.Popen[bytes]", runs: int | None) -> bool:
+        """Whether so many points are committed, or, of points with several runs, one more or so many runs are kept."""
+        if runs is not None and len(self.kept_runs(out)) < runs and len(self.records(out)) <= len(self.kept):
+            return driver.poll() is not None
         return len(self.records(out)) >= target or driver.poll() is not None
 
     def _wait(self, condition: Callable[[], bool]) -> None:
@@ -236,12 +259,13 @@ def main() -> int:
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--seed", type=int, default=21)
     parser.add_argument("--measured", action="store_true")
+    parser.add_argument("--repeats", type=int, default=1)
     flags = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="pt-drill-"))
-    quiet = Drill(folder, "local", flags.points, flags.measured, flags.seed)
+    quiet = Drill(folder, "local", flags.points, flags.measured, flags.seed, flags.repeats)
     if quiet.start(folder / "quiet").wait(LONGEST_S):
         sys.exit((folder / "said.txt").read_text()[-3000:])
-    drill = Drill(folder, flags.place, flags.points, flags.measured, flags.seed)
+    drill = Drill(folder, flags.place, flags.points, flags.measured, flags.seed, flags.repeats)
     if flags.place == "ray":
         from ray.cluster_utils import Cluster
 
@@ -261,11 +285,12 @@ def main() -> int:
         drill.cluster.shutdown()
     say(f"{flags.place}: {sum(drill.kills.values())} kills {drill.kills} in {time.monotonic() - begun:.0f} s")
     say(
-        f"points {flags.points}, lost {lost}, changed after commit {len(drill.twice)}, left-over files {len(left)}"
+        f"points {flags.points}, lost {lost}, changed after commit {len(drill.twice)}, ended runs lost or taken twice "
+        f"{len(drill.lost)}, left-over files {len(left)}"
     )
     say(f"summary: {compared} columns compared with an undisturbed sweep, {len(wrong)} differ {wrong[:8]}")
     say(f"folder: {folder}")
-    return int(bool(lost or drill.twice or left or wrong))
+    return int(bool(lost or drill.twice or drill.lost or left or wrong))
 
 
 if __name__ == "__main__":

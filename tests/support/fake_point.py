@@ -55,7 +55,7 @@ def run_point(config: Any, *, progress: Any = None) -> Result:
     return Result(record, {"steps": {"step": list(range(1000))}, "requests": {"request_id": [0, 1]}})
 
 
-def point_stages(config: Any, *, progress: Any = None) -> Generator[None, None, Result]:
+def point_stages(config: Any, *, progress: Any = None, kept: Any = None) -> Generator[None, None, Result]:
     for _ in range(config.replay.repeats):
         yield
     return run_point(config, progress=progress)

@@ -43,7 +43,7 @@ class Stages:
         self.runs: list[str] = []
         self._fails, self._interrupted = fails, interrupted
 
-    def __call__(self, config: Any, *, progress: Any = None) -> Staged:
+    def __call__(self, config: Any, *, progress: Any = None, kept: Any = None) -> Staged:
         for number in range(config.replay.repeats):
             yield
             run = f"{config.workload.seed}.{number + 1}"
