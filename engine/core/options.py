@@ -137,9 +137,11 @@ class Sharing(StrEnum):
 
 
 class SpeculationMode(StrEnum):
-    """Where draft tokens are written."""
+    """Where draft tokens are written, and how many there are at a request's end."""
 
-    lookahead = "lookahead"  # into the sequence's own next slots; slots of rejected tokens become void
+    # as lookahead, but as many in every step, whatever is left of the request, with slots for those of the next step
+    whole = "whole"  # vLLM with a draft model
+    lookahead = "lookahead"  # into the sequence's own next slots, at most what the request has left
     fork = "fork"  # into a forked child, which replaces the sequence with the accepted tokens
 
 

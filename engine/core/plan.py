@@ -115,6 +115,7 @@ class StepPlan:
     swap_in: Sequence[tuple[int, int]] = ()
     stale: Sequence[tuple[int, int, int]] = ()
     resumed: Sequence[int] = ()  # request ids that come back from host memory in this plan
+    padded: Sequence[int] = ()  # request ids whose drafts only fill their row, and are never accepted
     steady: int = 0  # leading rows that are steady decoders
     steady_ids: Sequence[int] = ()  # their requests
 

@@ -12,11 +12,16 @@ class Speculation:
     """Speculative decoding: verify up to `tokens` draft tokens per step. Raises CoreError if `tokens` is below 1."""
 
     tokens: int
-    mode: SpeculationMode = SpeculationMode.lookahead
+    mode: SpeculationMode = SpeculationMode.whole
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise CoreError(f"speculation needs at least 1 draft token, found {self.tokens}")
+
+    @property
+    def whole(self) -> bool:
+        """Whether drafts go on past the end of a request, and reserve slots for the next ones, as in vLLM."""
+        return self.mode is SpeculationMode.whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,7 @@ class Request:
     the same work. `identity` gives the hashes of full blocks for the prefix cache; with None the request does not use
     the cache. Requests are served in order of submission, or by `priority`, lower first. `final_kv_tokens` follows from
     the lengths: the KV slots that one finished sequence has written. The last generated token is never fed back.
+    `most_kv_tokens` counts those of drafts past the end too.
     """
 
     request_id: int
@@ -38,9 +44,13 @@ class Request:
     priority: int = 0
     speculation: Speculation | None = None
     final_kv_tokens: int = field(init=False, repr=False, compare=False)
+    most_kv_tokens: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "final_kv_tokens", self.prompt_tokens + self.output_tokens - 1)
+        final = self.prompt_tokens + self.output_tokens - 1
+        past = self.speculation.tokens if self.speculation is not None and self.speculation.whole else 0
+        object.__setattr__(self, "final_kv_tokens", final)
+        object.__setattr__(self, "most_kv_tokens", final + past)
         if min(self.prompt_tokens, self.output_tokens, self.width) < 1:
             for name in ("prompt_tokens", "output_tokens", "width"):
                 if getattr(self, name) < 1:

@@ -86,12 +86,16 @@ class SequenceState:
 
 
 class ScheduledRow(NamedTuple):
-    """What one sequence computes in the current step; the last `drafts` of its query tokens are draft tokens."""
+    """What one sequence computes in the current step; the last `drafts` of its query tokens are draft tokens.
+
+    Slots for `ahead` more tokens are reserved.
+    """
 
     sequence: SequenceState
     query_len: int
     samples: bool
     drafts: int = 0
+    ahead: int = 0
 
 
 class Group:
@@ -113,6 +117,7 @@ class Group:
         "key",
         "lost",
         "private",
+        "proposes",
         "request",
         "rows",
         "sequences",
@@ -125,6 +130,7 @@ class Group:
         self.branches = list(range(request.width)) if request.width > 1 else [0]  # that have not ended
         self.draft: SequenceState | None = None  # the forked child that has this step's draft tokens
         self.drafted = 0  # draft tokens in the current step
+        self.proposes = False  # its last row chose a token, so that a draft model has proposed the next ones
         # by group of layers: of the prompt's full blocks, once looked up
         self.block_hashes: dict[int | None, Sequence[BlockHash]] = {}
         self.private: list[int] = []  # numbers of private blocks that preemptions left in the cache
@@ -210,7 +216,7 @@ class Group:
             self.lost -= (len(self.sequences) - 1) * self.request.prompt_tokens
         self.sequences = [SequenceState(self.request)]
         self.draft = None
-        self.forked = False
+        self.forked = self.proposes = False
         self.rows = []
 
 

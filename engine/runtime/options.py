@@ -113,7 +113,7 @@ class EngineOptions:
     seed: int = 0
     cuda_graphs: bool = True  # run decode steps as recorded graphs, if Triton kernels run on a GPU
     draft_tokens: int = 4  # proposed per step, if the engine has a draft model
-    draft_mode: SpeculationMode | str = SpeculationMode.lookahead
+    draft_mode: SpeculationMode | str = SpeculationMode.whole
     pack_weights: bool | None = None  # pack linear weights for a CPU's matrix kernels; None: if small
 
     def __post_init__(self) -> None:

@@ -252,6 +252,8 @@ class Runner:
         self._blocks.swap_in_and_copy(plan)
         if self.drafter is not None:
             self.drafter.propose(plan.step, rows, self._generations)
+            for request_id in plan.padded:
+                self._generations[request_id].fill()
         filled = self._now()
         batch = self._batch(rows)
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Sharing
+from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Sharing, SpeculationMode
 from engine.runtime.options import KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import (
@@ -145,14 +145,19 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "decoding.mode",
-        lambda a: _if(a.several or a.sampled, "several sequences" if a.several else "sample"),
-        {Way.oracle: "vLLM's scheduler does not see beams or samples as one request"},
+        lambda a: _if(a.several, "several sequences"),
+        {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
+         "(decoding.sharing=prefix_cache)"},
     ),
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.measured_groups: "its tensors take no draft tokens", Way.compiled: "requests have drafts",
-         Way.oracle: "drafts are not compared"},
+        {Way.measured_groups: "its tensors take no draft tokens", Way.compiled: "requests have drafts"},
+    ),
+    Capability(
+        "decoding.draft_place",
+        lambda a: _if(a.drafts and a.decoding.draft_place is not SpeculationMode.whole, a.decoding.draft_place),
+        {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child"},
     ),
     Capability(
         "decoding.branch_hazard",

@@ -159,15 +159,25 @@ def _drafts(config: RunConfig) -> Iterator[ConfigError]:
             f"found {drafts}, but a request has {width} sequences, and speculation is for one; set draft_tokens=0, or "
             "beam_width and n to 1",
         )
-    if decoding.draft_place is SpeculationMode.fork and config.cache.policy is not CachePolicy.paged:
+    place, chunk = decoding.draft_place, config.scheduler.long_prefill_tokens
+    if place is not SpeculationMode.lookahead and config.cache.policy is not CachePolicy.paged:
         yield ConfigError(
             "decoding.draft_place",
-            f"found fork, but cache.policy={config.cache.policy} shares no blocks with a child; use lookahead",
+            f"found {place}, but cache.policy={config.cache.policy} reserves slots for what a request computes, and "
+            "shares no blocks with a child; use lookahead",
         )
+    budget -= place is SpeculationMode.whole  # of which the draft model needs one
     if drafts >= budget:
         yield ConfigError(
             "decoding.draft_tokens",
-            f"found {drafts}, must be less than scheduler.max_batched_tokens={budget}: they are verified in one step",
+            f"found {drafts}, must be less than {budget}, what scheduler.max_batched_tokens leaves: they are verified "
+            "in one step",
+        )
+    if place is SpeculationMode.whole and chunk is not None and drafts >= chunk:
+        yield ConfigError(
+            "decoding.draft_tokens",
+            f"found {drafts}, must be less than scheduler.long_prefill_tokens={chunk}, which cuts decode steps too "
+            "(vLLM); use decoding.draft_place=lookahead",
         )
 
 

@@ -270,7 +270,7 @@ class DecodingConfig:
     beam_parents: str | None = None  # point folder, store or parents.parquet to replay; null: drawn
     branch_hazard: float = 0.0  # probability that a sampled branch ends after a token, on both sides
     draft_tokens: int = 0  # proposed per step and verified together, for single sequences; 0: none
-    draft_place: SpeculationMode = SpeculationMode.lookahead
+    draft_place: SpeculationMode = SpeculationMode.whole
     draft_path: str | None = None  # checkpoint of the model that proposes; null: the model itself
     acceptance: float | None = None  # simulated share of draft tokens that are right; null: as calibrated
 

@@ -60,10 +60,18 @@ def vllm_version(python: str | None) -> str:
 
 
 def settings_of(
-    num_blocks: int, block_size: int, prefix_caching: bool, limits: SchedulerLimits, longest: int
+    num_blocks: int,
+    block_size: int,
+    prefix_caching: bool,
+    limits: SchedulerLimits,
+    longest: int,
+    drafts: int = 0,
 ) -> dict[str, Any]:
-    """The settings of a scheduler as the driver takes them; `longest` is the longest request, in tokens."""
-    return {
+    """The settings of a scheduler as the driver takes them; `longest` is the longest request, in tokens.
+
+    With `drafts` the length that ends a request ends its draft tokens too, so it is exactly that of ours.
+    """
+    settings = {
         "pool_blocks": num_blocks,
         "block_size": block_size,
         "prefix_caching": prefix_caching,
@@ -77,6 +85,10 @@ def settings_of(
         "async_scheduling": False,
         "max_model_len": (limits.max_model_len or longest) + 1,
     }
+    if drafts:
+        settings["draft_tokens"] = drafts
+        settings["max_model_len"] = limits.max_model_len or longest + 2 * drafts
+    return settings
 
 
 class VllmProcess(Peer):
@@ -90,9 +102,11 @@ class VllmProcess(Peer):
         """Start with an empty pool; returns vLLM's version."""
         return str(self.ask({"settings": settings})["vllm"])
 
-    def step(self, arrived: Sequence[Mapping[str, Any]]) -> Step:
-        """What vLLM decides in the next step, with these requests before it."""
-        return Step.of(self.ask({"submit": arrived}))
+    def step(self, arrived: Sequence[Mapping[str, Any]], accepted: Mapping[int, int]) -> Step:
+        """What vLLM decides in the next step, with these requests before it and so many drafts accepted in it."""
+        return Step.of(
+            self.ask({"submit": arrived, "accepted": accepted} if accepted else {"submit": arrived})
+        )
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """The driver's answer. Raises ConfigError if it stopped."""
@@ -125,13 +139,17 @@ class NotedLru(LruQueue):
 
 
 class DecisionsObserver(Observer):
-    """Calls `observe(arrived, step)` after each step, with what was submitted before it.
+    """Calls `observe(arrived, step, accepted)` after each step, with what was submitted before it, and how many drafts
+    of a request were accepted in it.
 
     The scheduler's manager must be paged and evict by `lru`. Steps must be taken one by one.
     """
 
     def __init__(
-        self, scheduler: Scheduler, lru: NotedLru, observe: Callable[[Sequence[Request], Step], None]
+        self,
+        scheduler: Scheduler,
+        lru: NotedLru,
+        observe: Callable[[Sequence[Request], Step, Mapping[int, int]], None],
     ) -> None:
         self._scheduler = scheduler
         self._pool = cast(PagedManager, scheduler.manager).pool
@@ -157,7 +175,7 @@ class DecisionsObserver(Observer):
             del self._blocks[request_id]
         self._noted.finished.extend(step.report.finished)
         arrived, self._arrived = self._arrived, []
-        self._observe(arrived, self._noted)
+        self._observe(arrived, self._noted, step.result.accepted)
 
     def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
         """A request that was rejected was not submitted."""
@@ -230,10 +248,9 @@ class TokenRanges:
         return first, tokens
 
 
-StepOf = Callable[[Sequence[Any]], Step]
+StepOf = Callable[[Sequence[Any], Mapping[int, int]], Step]
 _FIXES = {
-    Cause.block_ids: "vLLM gives out freed blocks without a hash in another order, which changes no other decision; "
-    "compare with oracle.allow=block_ids",
+    Cause.block_ids: "which changes no other decision; compare with oracle.allow=block_ids",
     Cause.scheduled_victim: "under priority vLLM preempts requests that the step has already given tokens, PageTwin "
     "does not; compare up to there with oracle.allow=scheduled_victim",
 }
@@ -284,8 +301,9 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
     process = _process(point.oracle.python)
     pool, rows = point.pool, point.trace.requests
     longest = max((row.prompt_tokens + row.output_tokens for row in rows), default=1)
+    drafts = point.deployment.decoding.draft_tokens
     version = process.begin(
-        settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest)
+        settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest, drafts)
     )
     checker = Checker(pool.block_size, TokenRanges(rows), process.step, point.oracle.allow)
     lru, live = NotedLru(), dict[int, Request]()
@@ -317,12 +335,12 @@ class Checker:
     def _allows(self, cause: Cause | None) -> bool:
         return cause is not None and self._allowed in (AllowedDifference.all, cause)
 
-    def observe(self, arrived: Sequence[Request], step: Step) -> None:
+    def observe(self, arrived: Sequence[Request], step: Step, accepted: Mapping[int, int]) -> None:
         """Our side decided `step`. Raises OracleError if the other side decides otherwise."""
         self._steps += 1
         if self._stopped is not None:
             return
-        theirs = self._step_of([self._ranges.wire(request) for request in arrived])
+        theirs = self._step_of([self._ranges.wire(request) for request in arrived], accepted)
         found = self._comparison.note(step, theirs)
         if found is None:
             return

@@ -56,7 +56,7 @@ class Step:
 class Cause(StrEnum):
     """Differences that are known, and are no faults of either side."""
 
-    block_ids = "block_ids"  # in which order freed blocks without a hash are given out again
+    block_ids = "block_ids"  # numbers of blocks that stand for each other
     scheduled_victim = (
         "scheduled_victim"  # vLLM preempts by priority a request that the step has given tokens
     )

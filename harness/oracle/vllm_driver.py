@@ -5,7 +5,8 @@ one JSON object a line. A line with `settings` starts anew with an empty pool, a
 what it made of its flags and of the model. Where the settings have `layers`, the model has these; `blocks` then names
 those of the first group. A line with `submit` names the requests that arrive before the next step, and is answered
 with what vLLM decides in that step; the fields are those of `harness.oracle.decisions.Step`. What a step computes is
-given: a request's tokens are those that its line names, and it ends after the last one.
+given: a request's tokens are those that its line names, and it ends after the last one. Where the settings have
+`draft_tokens`, a draft model proposes as many for each request, and `accepted` says how many are right in that step.
 
 vLLM loads no model and no kernel here. Three of its methods are wrapped to learn what its output does not say: which
 blocks are evicted, and which requests are preempted after the step had given them tokens. A wrapper calls the method
@@ -162,7 +163,7 @@ class Driver:
         config = _config(settings, folder)
         self._scheduler, self._block_size = _new_scheduler(settings, config)
         self.asked = _asked(config, self._scheduler)
-        self._caching = settings["prefix_caching"]
+        self._caching, self._drafts = settings["prefix_caching"], settings.get("draft_tokens", 0)
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
         self._arrived = 0
@@ -227,9 +228,11 @@ class Driver:
             )
         )
 
-    def step(self) -> dict[str, Any]:
-        """Schedule a step, and give its result: each request that has computed all of its tokens gets the next one."""
-        from vllm.v1.outputs import ModelRunnerOutput
+    def step(self, accepted: dict[str, int]) -> dict[str, Any]:
+        """Schedule a step, and give its result: each request that has computed all of its tokens gets the next one, and
+        as many more as draft tokens are `accepted`.
+        """
+        from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
         scheduler = self._scheduler
         self._given.clear()
@@ -240,7 +243,10 @@ class Driver:
         for name in names:
             request = scheduler.requests[name]
             complete = request.num_computed_tokens >= request.num_tokens
-            sampled.append([self._outputs[name][0] + request.num_output_tokens] if complete else [])
+            drafts = plan.scheduled_spec_decode_tokens.get(name, ())
+            right = min(accepted.get(name, 0), len(drafts)) if drafts and drafts[0] >= 0 else 0
+            first = self._outputs[name][0] + request.num_output_tokens
+            sampled.append([*range(first, first + 1 + right)] if complete else [])
         outputs = scheduler.update_from_output(
             plan,
             ModelRunnerOutput(
@@ -249,6 +255,9 @@ class Driver:
                 sampled_token_ids=sampled,
             ),
         )
+        if self._drafts:
+            proposed = [[*range(1, 1 + self._drafts)] for _ in names]
+            scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
         found["finished"] = [
             int(one.request_id)
             for batch in outputs.values()
@@ -301,7 +310,7 @@ class Driver:
         }
 
 
-def _flags(settings: dict[str, Any]) -> list[str]:
+def _flags(settings: dict[str, Any], folder: str) -> list[str]:
     """The settings as vLLM's command line has them. What is left out is vLLM's own default for the model."""
     longest = settings["max_model_len"]
     flags = {
@@ -317,6 +326,12 @@ def _flags(settings: dict[str, Any]) -> list[str]:
         "async_scheduling": settings["async_scheduling"],
         **settings.get("flags", {}),
     }
+    if drafts := settings.get("draft_tokens"):
+        flags["speculative_config"] = {
+            "method": "draft_model",
+            "model": folder,
+            "num_speculative_tokens": drafts,
+        }
     words = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -339,7 +354,7 @@ def _config(settings: dict[str, Any], folder: str) -> Any:
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
         json.dump(_model(settings["layers"]) if "layers" in settings else _MODEL, file)
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    words = ["--model", folder, "--skip-tokenizer-init", "--dtype", "float32", *_flags(settings)]
+    words = ["--model", folder, "--skip-tokenizer-init", "--dtype", "float32", *_flags(settings, folder)]
     config = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config(
         UsageContext.OPENAI_API_SERVER
     )
@@ -457,7 +472,7 @@ def main() -> int:
         assert driver is not None, "settings come first"
         for request in asked["submit"]:
             driver.submit(request)
-        return driver.step()
+        return driver.step(asked.get("accepted", {}))
 
     with tempfile.TemporaryDirectory() as folder:
         return serve(answer)

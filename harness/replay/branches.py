@@ -128,5 +128,5 @@ class DraftAcceptance:
         return {
             row.request_id: self.accepted(row.request_id, row.context_len, row.drafts)
             for row in plan.other_rows
-            if row.drafts
+            if row.drafts and row.request_id not in plan.padded
         }

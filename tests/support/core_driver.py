@@ -95,7 +95,7 @@ class Arrival:
     width: int = 3
     mode: Decoding = Decoding.greedy
     drafts: int = 0
-    fork: bool = False
+    place: SpeculationMode = SpeculationMode.lookahead
     priority: int = 0
     share_outputs: bool = False
     adapter: str | None = None
@@ -123,7 +123,6 @@ class CoreDriver:
             *range(own, own + arrival.unique),
         ]
         width = 1 if arrival.mode is Decoding.greedy else arrival.width
-        mode = SpeculationMode.fork if arrival.fork else SpeculationMode.lookahead
         identity = TokenIdentity(
             rid, np.array(prompt), adapter=arrival.adapter, share_outputs=arrival.share_outputs
         )
@@ -135,7 +134,7 @@ class CoreDriver:
             arrival.mode,
             identity if arrival.named else None,
             priority=arrival.priority,
-            speculation=Speculation(arrival.drafts, mode) if arrival.drafts and width == 1 else None,
+            speculation=Speculation(arrival.drafts, arrival.place) if arrival.drafts and width == 1 else None,
         )
         self.submitted += 1
         try:
@@ -200,6 +199,9 @@ class CoreDriver:
             self.reset_cache()
 
 
+_PLACES = (SpeculationMode.fork, SpeculationMode.fork, SpeculationMode.lookahead, SpeculationMode.whole)
+
+
 def random_arrival(rng: random.Random) -> Arrival:
     return Arrival(
         prefix=rng.randrange(3),
@@ -209,7 +211,7 @@ def random_arrival(rng: random.Random) -> Arrival:
         width=rng.randint(2, 4),
         mode=rng.choice(list(Decoding)),
         drafts=rng.choice([0, 0, 1, 3, 5]),
-        fork=rng.random() < 0.5,
+        place=_PLACES[int(4 * rng.random())],
         priority=rng.randrange(3),
         share_outputs=rng.random() < 0.3,
         adapter=rng.choice([None, None, "a"]),

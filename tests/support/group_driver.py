@@ -116,8 +116,8 @@ class GroupSlotModel(SlotModel):
         return row.table
 
     def write(self, row: Row, later: int = 0) -> None:
-        tokens, start = self.known(row), row.context_len
-        end = start + row.query_len
+        tokens, start, request = self.known(row), row.context_len, self.requests[row.request_id]
+        end, spare = start + row.query_len, 2 * (request.most_kv_tokens - request.final_kv_tokens)
         assert end <= len(tokens)
         for group, table in zip(self.groups, self.tables(row).groups, strict=True):
             if group.kind is GroupKind.state:
@@ -128,7 +128,9 @@ class GroupSlotModel(SlotModel):
                     upto = min(end, (place + 1) * group.block_size)
                     self.slots[table[place], 0] = self.value(row, tokens, upto - 1)
                 continue
-            assert len(table) == group.blocks(end), "a block is missing or too many"
+            assert group.blocks(end) <= len(table) <= group.blocks(end + spare), (
+                "a block is missing or too many"
+            )
             for position in range(start, end):
                 slot = (table[position // group.block_size], position % group.block_size)
                 assert slot[0] != NULL_BLOCK

@@ -10,14 +10,18 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from tiers import tier
+
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.options import Scheduling
+from engine.core.request import Speculation
 from harness.config.schema import AllowedDifference
 from harness.oracle.check import (
     Checker,
@@ -30,15 +34,21 @@ from harness.oracle.check import (
     settings_of,
 )
 from harness.oracle.decisions import Step
+from harness.replay.branches import DraftAcceptance
 from harness.replay.executors import StepTiming
 from harness.replay.features import FEATURES, StepFeatures
 from harness.replay.loop import StepRecord
-from traces.trace import Segment, TraceRequest
+from harness.workload.decoding import TraceDecoding, one_request_per_sample
+from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
 NO_FEATURES = StepFeatures(*[0] * len(FEATURES))
 RECORDED = (0, 4, 7, 10, 13, 28, 33, 39)
 """Seeds of the recorded workloads."""
+
+FAMILIES = ("plain", "drafts", "samples")
+FIRST_SEED = tier(1000, 1000 * int(os.environ.get("PAGETWIN_SEED", datetime.now(UTC).toordinal())))
+"""Of the workloads that are compared live: by night the date's."""
 
 PYTHON = os.environ.get("PAGETWIN_VLLM")
 """The interpreter that has vLLM; None asks our own."""
@@ -54,14 +64,15 @@ class Case:
     limits: SchedulerLimits
     rows: Sequence[TraceRequest]
     before: Sequence[int]  # the step before which each request is submitted, at the earliest
+    drafts: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
-        return settings_of(self.num_blocks, self.block_size, self.caching, self.limits, longest)
+        return settings_of(self.num_blocks, self.block_size, self.caching, self.limits, longest, self.drafts)
 
 
-def random_case(seed: int, policy: Scheduling | None = None) -> Case:
+def random_case(seed: int, policy: Scheduling | None = None, family: str = "plain") -> Case:
     """A workload with shared prefixes, chunks, pressure and preemptions; requests that never fit are left out."""
     draw = random.Random(seed)
     size, blocks = draw.choice([1, 4, 16, 16, 32]), draw.choice([12, 19, 39, 100, 300])
@@ -78,15 +89,34 @@ def random_case(seed: int, policy: Scheduling | None = None) -> Case:
         limits.long_prefill_tokens = draw.choice([8, 32, 100])
     longest = min(size * blocks, 400)
     texts = [Segment(key, draw.randint(1, longest)) for key in range(1, 7)]
+    drafts = draw.choice([1, 2, 4, 7]) if family == "drafts" else 0
+    speculation = Speculation(drafts) if drafts else None
+    if drafts and draw.random() < 0.3:
+        limits.max_model_len = draw.choice([longest // 2, longest])
     scheduler = Scheduler(PagedManager(blocks, size), limits)
     rows, before, step = [], [], 0
     for number in range(draw.choice([30, 80, 150])):
         row = _row(draw, number, texts, longest)
-        if scheduler.never_fits(Request(number, row.prompt_tokens, row.output_tokens)) is None:
+        asked = Request(number, row.prompt_tokens, row.output_tokens, speculation=speculation)
+        if scheduler.never_fits(asked) is None:
             rows.append(row)
             before.append(step)
         step += draw.choice([0, 0, 1, 3, 20])
-    return Case(blocks, size, caching, limits, rows, before)
+    if family == "samples":
+        rows, before = _samples(draw, rows, before)
+    return Case(blocks, size, caching, limits, rows, before, drafts)
+
+
+def _samples(
+    draw: random.Random, rows: Sequence[TraceRequest], before: Sequence[int]
+) -> tuple[list[TraceRequest], list[int]]:
+    """Each request as requests for its samples, as points make them (vLLM: `ParentRequest.get_child_info`)."""
+    asked = [replace(row, n=draw.choice([1, 2, 4])) for row in rows[: len(rows) // 2]]
+    header = TraceHeader(*("samples", "simple", "random", "content"), None, 1, "", len(asked), len(asked))
+    trace = Trace(header, tuple(asked))
+    samples = one_request_per_sample(trace, TraceDecoding()).requests
+    arrivals = [at for row, at in zip(asked, before, strict=False) for _ in range(row.n or 1)]
+    return list(samples), arrivals
 
 
 def _row(draw: random.Random, number: int, texts: Sequence[Segment], longest: int) -> TraceRequest:
@@ -113,8 +143,9 @@ def checked(
     return checker.report(version)
 
 
-def run_watched(case: Case, observe: Callable[[Sequence[Request], Step], None]) -> None:
+def run_watched(case: Case, observe: Callable[[Sequence[Request], Step, Mapping[int, int]], None]) -> None:
     """Run a case through the policy core; `observe` gets what arrived before each step, and what was decided in it."""
+    acceptance = DraftAcceptance(0.6)
     lru = NotedLru()
     manager = PagedManager(case.num_blocks, case.block_size, prefix_caching=case.caching, eviction=lru)
     scheduler = Scheduler(manager, case.limits)
@@ -130,10 +161,12 @@ def run_watched(case: Case, observe: Callable[[Sequence[Request], Step], None]) 
                 row.output_tokens,
                 identity=identity,
                 priority=row.priority,
+                speculation=Speculation(case.drafts) if case.drafts else None,
             )
             observer.arrived(request, step)
             scheduler.submit(request)
-        plan, result = scheduler.schedule(), StepResult()
+        plan = scheduler.schedule()
+        result = StepResult(accepted=acceptance.of(plan))
         observer.planned(step, plan)
         report = scheduler.commit(plan, result)
         observer.committed(StepRecord(step, 1, plan, result, report, StepTiming([1], [0.0], NO_FEATURES)))
@@ -149,7 +182,7 @@ class RecordedVllm:
     def __init__(self, steps: Sequence[dict[str, Any]]) -> None:
         self._steps = iter(steps)
 
-    def step(self, arrived: Sequence[Any]) -> Step:
+    def step(self, arrived: Sequence[Any], accepted: Mapping[int, int]) -> Step:
         """The next recorded step. A side that takes more steps than vLLM took gets an empty one."""
         recorded = next(self._steps, None)
         return Step() if recorded is None else Step.of(recorded)
@@ -172,8 +205,8 @@ def record(seed: int, vllm: VllmProcess) -> Counter[str]:
     case, steps = random_case(seed), list[Step]()
     version = vllm.begin(case.settings)
 
-    def noted(arrived: Sequence[Any]) -> Step:
-        steps.append(vllm.step(arrived))
+    def noted(arrived: Sequence[Any], accepted: Mapping[int, int]) -> Step:
+        steps.append(vllm.step(arrived, accepted))
         return steps[-1]
 
     report = checked(case, noted, version=version)

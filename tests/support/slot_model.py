@@ -178,7 +178,7 @@ class SlotModel:
         parents, accepted, ended, finished = {}, {}, {}, set()
         for rid, rows in self.sampling(plan).items():
             if rows[0].drafts:
-                accepted[rid] = self.verify(rid, rows[0], accept)
+                accepted[rid] = self.verify(rid, rows[0], 0 if rid in plan.padded else accept)
                 continue
             parents[rid] = self.sample(rid, rows, choose_parents, num_steps)
             if self.random.random() < finish:

@@ -352,7 +352,7 @@ class BlockPool:
             self._remove_hashes(cached)
             cached = []
         self._evictable.push(cached)
-        uncached = [block for block in reversed(gone) if hash_of[block] is None]
+        uncached = [block for block in gone if hash_of[block] is None]
         self._uncached += uncached
         self._void(uncached)
 

@@ -98,16 +98,28 @@ class SlotCounters:
         self.internal = 0
         self._unfillable: dict[int, int] = {}
 
-    def block_taken(self, request: Request, block: int, index: int) -> None:
-        """`block` was put at position `index` of a table of `request`."""
-        unfillable = (index + 1) * self.block_size - request.final_kv_tokens
-        if unfillable > 0:
-            self._unfillable[block] = unfillable
-            self.internal += unfillable
+    def block_taken(self, request: Request, block: int, index: int) -> bool:
+        """`block` was put at position `index` of a table of `request`. Returns whether no slot of it will be filled."""
+        unfillable = (index + 1) * self.block_size - request.most_kv_tokens
+        if unfillable <= 0:
+            return False
+        self._unfillable[block] = unfillable = min(unfillable, self.block_size)
+        self.internal += unfillable
+        return unfillable == self.block_size
 
-    def block_dropped(self, block: int) -> None:
-        """`block` was the last of its table and has no reference any more."""
-        self.internal -= self._unfillable.pop(block, 0)
+    def blocks_taken(self, request: Request, table: Sequence[int], first: int) -> None:
+        """The entries of `table` from `first` on are new. With drafts several may be beyond the last token."""
+        index = len(table) - 1
+        while index >= first and self.block_taken(request, table[index], index):
+            index -= 1
+
+    def blocks_dropped(self, blocks: Sequence[int]) -> None:
+        """`blocks` were the last of their table and have no reference any more."""
+        for block in reversed(blocks):
+            unfillable = self._unfillable.pop(block, 0)
+            self.internal -= unfillable
+            if unfillable < self.block_size:
+                return
 
     def unfillable_blocks(self) -> set[int]:
         """The blocks with slots that will never be filled."""
@@ -197,7 +209,7 @@ class BlockTables:
         counters.written += len(fresh) * self.block_slots
         if fresh and fresh[-1] == table[-1] and not self.keeps_states:
             counters.written -= len(table) * size - sequence.computed
-            counters.block_taken(sequence.request, table[-1], len(table) - 1)
+            counters.blocks_taken(sequence.request, table, len(table) - 1)
         self.open(sequence, table)
 
     def lacking(self, table: Sequence[int], end: int) -> int:
@@ -212,7 +224,7 @@ class BlockTables:
         self.append(sequence.request, table, blocks)
 
     def append(self, request: Request, table: list[int], blocks: list[int]) -> None:
-        """Append new blocks to `table`; only the last of them can have slots that are never filled."""
+        """Append new blocks to `table`."""
         table += blocks
         counters = self.counters
         counters.entries += len(blocks)
@@ -220,7 +232,7 @@ class BlockTables:
         if self.keeps_states:
             counters.written += len(blocks)
         else:
-            counters.block_taken(request, table[-1], len(table) - 1)
+            counters.blocks_taken(request, table, len(table) - len(blocks))
 
     def append_one(self, request: Request, table: list[int], block: int) -> None:
         """The same as `append` with one block of tokens, but faster."""
@@ -228,7 +240,7 @@ class BlockTables:
         counters = self.counters
         counters.entries += 1
         counters.blocks += 1
-        if len(table) * self.block_size > request.final_kv_tokens:
+        if len(table) * self.block_size > request.most_kv_tokens:
             counters.block_taken(request, block, len(table) - 1)
 
     def wrote(self, tokens: int) -> None:
@@ -337,7 +349,7 @@ class BlockTables:
     def drop(self, table: Sequence[int], computed: int, first: int = 0) -> None:
         """Drop one reference to each block from entry `first` on, of a table with `computed` tokens.
 
-        Only the last can be partly written or have slots that are never filled.
+        Only the last that is written can be so in part; those behind it are reserved for drafts.
         """
         dropped = self._blocks(table, first)
         gone = self.pool.release(dropped)
@@ -349,7 +361,7 @@ class BlockTables:
         counters.written -= self.block_slots * len(gone)
         if gone[-1] == table[-1] and not self.keeps_states:
             counters.written += len(table) * self.block_size - computed
-            counters.block_dropped(gone[-1])
+            counters.blocks_dropped(gone)
 
     def drop_behind(self, sequence: GroupTable, skipped: int) -> None:
         """Drop the references to full blocks before entry `skipped`, which its window has left."""
@@ -388,9 +400,13 @@ class BlockTables:
 
     def truncate(self, sequence: SequenceState, tokens: int) -> None:
         """Keep the first `tokens` computed tokens, as many as `kept` said. Later blocks are dropped, later slots become
-        void.
+        void. With drafts past the end the blocks stay, for the next drafts.
         """
         table, size, computed = self.get(sequence), self.block_size, sequence.computed
+        speculation = sequence.request.speculation
+        if speculation is not None and speculation.whole:
+            self._void(table, tokens, computed)
+            return
         keep = self.blocks_of(tokens)
         if keep < len(table):
             self.drop(table, computed, keep)
@@ -398,6 +414,14 @@ class BlockTables:
         sequence.cached_blocks = min(sequence.cached_blocks, tokens // size)
         if tokens % size:
             self._void_tail(sequence, tokens % size, min(size, computed - (keep - 1) * size))
+
+    def _void(self, table: Sequence[int], tokens: int, computed: int) -> None:
+        """The slots of tokens `tokens` … `computed - 1`, which are in no full block of the cache, become void."""
+        size = self.block_size
+        for index in range(tokens // size, self.blocks_of(computed)):
+            first, end = max(0, tokens - index * size), min(size, computed - index * size)
+            self.work.stale.append((table[index], first, end))
+        self.counters.written -= computed - tokens
 
     def _void_tail(self, sequence: SequenceState, first: int, end: int) -> None:
         """Slots `first` … `end - 1` of the last block become void, and the block leaves the prefix cache."""
@@ -421,7 +445,7 @@ class BlockTables:
                 block = sequence.table[index]
                 if not block:
                     continue
-                here = min(self.block_size, sequence.computed - index * self.block_size)
+                here = max(0, min(self.block_size, sequence.computed - index * self.block_size))
                 fill[block] = max(fill.get(block, 0), 1 if self.keeps_states else here)
         found = (sum(fill.values()), entries.total(), len(fill), self.counters.internal)
         if self.counters.totals() != found or not self.counters.unfillable_blocks() <= set(entries):
@@ -432,7 +456,8 @@ class BlockTables:
 
     def _check_table(self, sequence: SequenceState) -> None:
         table, held, computed = sequence.table, sequence.held, sequence.computed
-        if len(table) != self.blocks_of(computed):
+        spare = len(table) - self.blocks_of(computed)
+        if spare < 0 or (spare and sequence.request.most_kv_tokens == sequence.request.final_kv_tokens):
             raise InvariantError(f"{sequence}: {len(table)} blocks for {computed} tokens")
         if sequence.cached_blocks > computed // self.block_size:
             raise InvariantError(

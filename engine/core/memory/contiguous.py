@@ -235,8 +235,8 @@ class ContiguousManager(NeverSwaps):
         length = self._length(request)
         if request.final_kv_tokens > self.max_model_len:
             return f"needs {request.final_kv_tokens} slots, a reservation has {self.max_model_len}"
-        if request.speculation is not None and request.speculation.mode == "fork":
-            return "speculates in forked children, which contiguous memory cannot share; use lookahead"
+        if request.speculation is not None and request.speculation.mode != "lookahead":
+            return "has drafts in forked children or past its end, which contiguous memory does not hold; use lookahead"
         if request.width > self._empty.runs_of(length):
             slots = request.width * self._empty.chunk(length)
             return f"reserves {slots} slots ({request.width} x {length}), the pool has {self.num_blocks}"

@@ -32,7 +32,7 @@ def beyond_end(sequence: SequenceState, end: int) -> CoreError:
     """The error for a `sequence` that would have K and V of `end` tokens, which is more than its request computes."""
     request = sequence.request
     return CoreError(
-        f"{sequence} is extended to {end} tokens, it computes {request.final_kv_tokens}: a prompt of "
+        f"{sequence} is extended to {end} tokens, it computes {request.most_kv_tokens}: a prompt of "
         f"{request.prompt_tokens} and {request.output_tokens} output tokens, of which the last is not computed"
     )
 

@@ -144,7 +144,8 @@ class PagedManager:
         speculation = request.speculation
         drafted = speculation is not None and request.output_tokens > 1
         needs = [
-            self._blocks(tables, request, request.width, request.final_kv_tokens) for tables in self._tables()
+            self._blocks(tables, request, request.width, 2 * request.most_kv_tokens - request.final_kv_tokens)
+            for tables in self._tables()
         ]
         if drafted and speculation and speculation.mode is SpeculationMode.fork:
             needs = [need + (1 if self._copying is None else need) for need in needs]
@@ -202,6 +203,8 @@ class PagedManager:
         if self.groups is not None:
             return self._can_admit_groups(self.groups, group, hits, spare_blocks, (width, whole, chunk_end))
         pool, need = self.pool, self._blocks(self.tables, group.request, width, whole)
+        if chunk_end is not None and chunk_end > whole:  # draft tokens go further
+            need = self._blocks(self.tables, group.request, 1, chunk_end)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
@@ -213,7 +216,7 @@ class PagedManager:
             return False
         width, whole, chunk_end = wanted
         start = len(hits) * self.block_size
-        end = min(whole, group.root_target, start + groups.most_chunk if chunk_end is None else chunk_end)
+        end = min(group.root_target, start + groups.most_chunk) if chunk_end is None else chunk_end
         lasting: list[int] = []
         at_once: list[int] = []
         for tables in self._tables():
@@ -274,8 +277,8 @@ class PagedManager:
         if self.groups is not None:
             return self._can_extend_groups(self.groups, rows)
         size, need, request = self.block_size, 0, rows[0].sequence.request
-        for sequence, query_len, _, _ in rows:
-            need -= (-sequence.computed - query_len) // size + len(sequence.table)
+        for sequence, query_len, _, _, ahead in rows:
+            need -= (-sequence.computed - query_len - ahead) // size + len(sequence.table)
         if self._copying is not None:
             need += self._copying.blocks_needed(request)
         elif request.width > 1 or request.speculation is not None:
@@ -289,7 +292,7 @@ class PagedManager:
         """
         for row in rows:
             self._release_behind(row.sequence)
-        ends = [row.sequence.computed + row.query_len for row in rows]
+        ends = [row.sequence.computed + row.query_len + row.ahead for row in rows]
         groups.expected = []
         for tables, *parts in zip(self._tables(), *(self._parts(row.sequence) for row in rows), strict=True):
             pairs = list(zip(parts, ends, strict=True))
@@ -304,10 +307,10 @@ class PagedManager:
         With groups it first releases what the windows have left. Raises CoreError, and changes nothing, beyond the last
         token that the sequence computes.
         """
-        sequence, query_len, _, drafts = row
+        sequence, query_len, _, drafts, ahead = row
         start, size, tables = sequence.computed, self.block_size, self.tables
         end = start + query_len
-        if end > sequence.request.final_kv_tokens:
+        if end > sequence.request.most_kv_tokens:
             raise beyond_end(sequence, end)
         if self.groups is not None:
             return self._extend_groups(self.groups, row)
@@ -318,7 +321,7 @@ class PagedManager:
         if start % size and self.pool.references(table[-1]) > 1:
             tables.copy_tail(sequence, self.pool.take_one())
             taken += 1
-        lacking = -(-end // size) - len(table)
+        lacking = -((-end - ahead) // size) - len(table)
         if lacking == 1:
             tables.append_one(sequence.request, table, self.pool.take_one())
             taken += 1
@@ -333,7 +336,7 @@ class PagedManager:
         """What is generated is private, and cached when the sequence leaves it."""
         sequence, request = row.sequence, row.sequence.request
         end = sequence.computed + row.query_len
-        taken = self._grow(groups, sequence, end)
+        taken = self._grow(groups, sequence, end + row.ahead)
         certain = min(end - row.drafts, request.prompt_tokens)
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):
             cache.tables.wrote(row.query_len)

@@ -16,9 +16,17 @@ from typing import overload
 import numpy as np
 
 from engine.core.memory.manager import KVCacheManager
-from engine.core.options import SpeculationMode
+from engine.core.options import SchedulerLimits, SpeculationMode
 from engine.core.plan import ArrayRows, IntArray, Row
+from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState, SteadyRows
+
+
+def draft_slots(request: Request) -> int:
+    """Tokens of a step's budget that are kept for the draft model, beside each row (vLLM's
+    `max_num_new_slots_for_drafting`).
+    """
+    return int(request.most_kv_tokens > request.final_kv_tokens)
 
 
 class RunningBatch:
@@ -208,6 +216,7 @@ class StepBuilder:
     admitted: list[int] = field(default_factory=list)
     preempted: list[int] = field(default_factory=list)
     resumed: list[int] = field(default_factory=list)
+    padded: list[int] = field(default_factory=list)
     appended: dict[Group, int] = field(default_factory=dict)  # new blocks of steady groups
     new_blocks: int = 0  # of groups that are not steady
     hit_tokens: int = 0
@@ -237,10 +246,29 @@ def _root_row(group: Group, budget: int, prefill_cap: int | None) -> ScheduledRo
     query = min(lacking, budget if prefill_cap is None else min(budget, prefill_cap))
     samples = query == lacking and (group.request.width == 1 or group.generated == 0)
     speculation = group.request.speculation
-    if speculation is None or lacking > 1 or not group.generated:
+    if speculation is None or speculation.whole or lacking > 1 or not group.generated:
         return ScheduledRow(root, query, samples)
     drafts = min(speculation.tokens, group.remaining - 1, budget - 1)
     return ScheduledRow(root, 1 + drafts, True, drafts)
+
+
+def _whole_row(
+    group: Group, budget: int, prefill_cap: int | None, drafts: int, longest: int | None
+) -> ScheduledRow:
+    """The row of a request whose drafts go on past its end: up to `drafts`, and as many slots for the next ones.
+
+    Only the longest sequence that is served, `longest`, ends them (vLLM's `Scheduler.schedule` and `allocate_slots`).
+    """
+    (root,) = group.sequences
+    lacking, ahead = (
+        group.root_target - root.computed,
+        group.request.most_kv_tokens - group.request.final_kv_tokens,
+    )
+    query = min(lacking + drafts, budget if prefill_cap is None else min(budget, prefill_cap))
+    if longest is not None:
+        query = min(query, longest - root.computed - 1)
+        ahead = min(ahead, longest - root.computed - query)
+    return ScheduledRow(root, query, query >= lacking, max(0, query - lacking), ahead)
 
 
 def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRow]:
@@ -257,17 +285,29 @@ def _catch_up(group: Group, lacking: list[int], budget: int) -> list[ScheduledRo
 class RowScheduler:
     """Makes the rows of groups that are not steady, and allocates the memory that the rows write to."""
 
-    def __init__(self, manager: KVCacheManager, most_chunk: int) -> None:
+    def __init__(self, manager: KVCacheManager, limits: SchedulerLimits) -> None:
         self._manager = manager
-        self._most_chunk = most_chunk
+        self._limits = limits
 
-    def rows(self, group: Group, budget: int, prefill_cap: int | None) -> list[ScheduledRow]:
-        """The group's rows with `budget` tokens left. It forks the draft child if the request asks for one."""
-        rows = rows_of(group, budget, prefill_cap)
+    def rows(
+        self, group: Group, budget: int, prefill_cap: int | None, padded: bool = False
+    ) -> list[ScheduledRow]:
+        """The group's rows with `budget` tokens left; none if that is too few. It forks the draft child if the request
+        asks for one.
+
+        A `padded` group has draft tokens although nothing was proposed.
+        """
+        speculation = group.request.speculation
+        if speculation is not None and speculation.whole:
+            rows, left = [], budget - draft_slots(group.request)
+            if left > 0:
+                drafts = speculation.tokens if group.proposes or padded else 0
+                rows = [_whole_row(group, left, prefill_cap, drafts, self._limits.max_model_len)]
+        else:
+            rows = rows_of(group, budget, prefill_cap)
         if len(rows) == 1 and not rows[0].drafts:
             rows = self._cut(group, rows[0])
         group.drafted = rows[0].drafts if rows else 0
-        speculation = group.request.speculation
         if group.drafted and speculation and speculation.mode is SpeculationMode.fork:
             (root,), request = group.sequences, group.request
             group.draft = SequenceState(request, request.width, root.computed)
@@ -278,25 +318,25 @@ class RowScheduler:
     def _cut(self, group: Group, row: ScheduledRow) -> list[ScheduledRow]:
         """The row up to where the manager lets a chunk end; none where that is its begin."""
         start = row.sequence.computed
-        query = self._manager.chunk_end(group, start, start + row.query_len, self._most_chunk) - start
+        query = self._manager.chunk_end(group, start, start + row.query_len, self._limits.most_chunk) - start
         if query == row.query_len:
             return [row]
         return [row._replace(query_len=query, samples=False)] if query else []
 
     def extend(self, group: Group, step: StepBuilder) -> None:
         """Allocate memory for the group's rows and add them to the step. `can_extend` must have been true."""
-        request_id = group.request.request_id
+        request_id, slots = group.request.request_id, draft_slots(group.request)
         for row in group.rows:
-            sequence, query_len, samples, drafts = row
+            sequence, query_len, samples, drafts, _ = row
             context = sequence.computed
             step.new_blocks += self._manager.extend(row)
-            step.budget -= query_len
+            step.budget -= query_len + slots
             table = written_table(sequence.table, context + query_len)
             step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
 
-    def enter(self, group: Group, step: StepBuilder, prefill_cap: int | None) -> None:
+    def enter(self, group: Group, step: StepBuilder, prefill_cap: int | None, padded: bool = False) -> None:
         """Add the rows of a group that was just admitted or swapped in; no rows if too few blocks are free."""
-        group.rows = self.rows(group, step.budget, prefill_cap)
+        group.rows = self.rows(group, step.budget, prefill_cap, padded)
         if group.rows and self._manager.can_extend(group.rows):
             self.extend(group, step)
             return

@@ -76,7 +76,7 @@ class Commit:
         self._advance_steady(result, report)
         for group in list(self._batch.others):
             if group.rows:
-                self._advance(group, result, report, emitted)
+                self._advance(group, plan, result, report, emitted)
         report.emitted = [*plan.steady_ids, *emitted] if emitted else plan.steady_ids
         self._batch.settle()
         if self._static and not len(self._batch):
@@ -138,11 +138,14 @@ class Commit:
 
     # -- the others ----------------------------------------------------------------------------------------
 
-    def _advance(self, group: Group, result: StepResult, report: CommitReport, emitted: list[int]) -> None:
+    def _advance(
+        self, group: Group, plan: StepPlan, result: StepResult, report: CommitReport, emitted: list[int]
+    ) -> None:
         rows, group.rows = group.rows, []
+        group.proposes = rows[0].samples
         request_id, sampled = group.request.request_id, rows[0].samples
         if rows[0].drafts:
-            accepted = self._verify(group, result)
+            accepted = self._verify(group, plan, result)
             report.tokens = {**report.tokens, request_id: 1 + accepted}
             group.generated += accepted
         else:
@@ -163,10 +166,14 @@ class Commit:
         if request_id in result.ended:
             self._end_branches(group, result.ended[request_id], report)
 
-    def _verify(self, group: Group, result: StepResult) -> int:
-        """Keep the accepted draft tokens and drop the others; returns how many were accepted."""
+    def _verify(self, group: Group, plan: StepPlan, result: StepResult) -> int:
+        """Keep the accepted draft tokens, as far as the request goes, and drop the others; returns how many are kept.
+
+        Those that fill a row are never accepted.
+        """
         request_id, (root,) = group.request.request_id, group.sequences
-        writer, accepted = group.draft or root, result.accepted.get(request_id, 0)
+        right = 0 if request_id in plan.padded else result.accepted.get(request_id, 0)
+        writer, accepted = group.draft or root, min(right, group.remaining - 1)
         drafts, start = group.drafted, writer.computed
         writer.computed = start + 1 + drafts
         self._manager.truncate(writer, start + 1 + accepted)
@@ -175,7 +182,7 @@ class Commit:
             group.draft = None
         stats = self._stats[request_id]
         stats.drafted_tokens += drafts
-        stats.accepted_tokens += accepted
+        stats.accepted_tokens += right
         return accepted
 
     # -- ends ----------------------------------------------------------------------------------------------

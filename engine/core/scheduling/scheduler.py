@@ -16,7 +16,14 @@ from engine.core.options import Preemption, SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.policies import Admission, AdmitWhatFits, Policies
 from engine.core.request import Request
-from engine.core.scheduling.batch import BatchRows, RowScheduler, RunningBatch, StepBuilder, WaitingQueue
+from engine.core.scheduling.batch import (
+    BatchRows,
+    RowScheduler,
+    RunningBatch,
+    StepBuilder,
+    WaitingQueue,
+    draft_slots,
+)
 from engine.core.scheduling.commit import Commit, CommitReport, RequestStats
 from engine.core.sequence import Group
 
@@ -57,7 +64,7 @@ class Scheduler:
         self._step = 0
         self._submitted = 0
         self._open: int | None = None  # the step that is scheduled and not yet committed
-        self._rows = RowScheduler(manager, limits.most_chunk)
+        self._rows = RowScheduler(manager, limits)
         self._admission = AdmissionRules(manager, self._batch, limits, self.policies.admission)
         self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
 
@@ -91,8 +98,12 @@ class Scheduler:
             return f"has {total} tokens in all, the longest served is {limits.max_model_len}"
         if request.width > min(limits.max_running, limits.max_batched_tokens):
             return f"has {request.width} sequences, a step takes {min(limits.max_running, limits.max_batched_tokens)}"
-        if not limits.chunked_prefill and request.final_kv_tokens > limits.max_batched_tokens:
-            return f"may prefill {request.final_kv_tokens} tokens at once, a step takes {limits.max_batched_tokens}"
+        slots, drafts = draft_slots(request), request.speculation.tokens if request.speculation else 0
+        most = limits.max_batched_tokens - slots
+        if not limits.chunked_prefill and request.final_kv_tokens > most:
+            return f"may prefill {request.final_kv_tokens} tokens at once, a step takes {most}"
+        if slots and 1 + drafts > min(most, limits.long_prefill_tokens or most):
+            return f"verifies {drafts} draft tokens at once, a step takes {most} tokens, a chunk {limits.most_chunk}"
         return self.manager.never_fits(request)
 
     def abort(self, request_id: int) -> RequestStats:
@@ -220,8 +231,8 @@ class Scheduler:
                 return
             hits = self.manager.lookup(group)
             cached = len(hits) * self.manager.block_size
-            cap = self._prefill_cap()
-            if not self._admission.may_admit(group, hits, cached, step.budget, cap):
+            cap, padded = self._prefill_cap(), self._pads(group, cached, step)
+            if not self._admission.may_admit(group, hits, cached, step.budget, cap, padded):
                 return
             self.waiting.pop()
             self.manager.admit(group, hits)
@@ -234,7 +245,25 @@ class Scheduler:
             step.hit_tokens += cached
             step.admitted.append(group.request.request_id)
             self._batch.add(group)
-            self._rows.enter(group, step, cap)
+            if padded:
+                step.padded.append(group.request.request_id)
+            self._rows.enter(group, step, cap, padded)
+
+    def _pads(self, group: Group, cached: int, step: StepBuilder) -> bool:
+        """Whether a request with drafts that enters with one token left gets draft tokens nobody proposed.
+
+        So all rows of the step are equally long, where none computes a chunk (vLLM's `pad_spec_decode`).
+        """
+        speculation, longest = group.request.speculation, self.limits.max_model_len
+        if speculation is None or not speculation.whole or group.root_target - cached != 1:
+            return False
+        continued = [
+            each for each in self._batch.others if each.rows and each.request.request_id not in step.admitted
+        ]
+        if not all(each.proposes for each in continued):
+            return False
+        fits = longest is None or cached + speculation.tokens + 2 <= longest
+        return fits and bool(continued or self._batch.calendar.rows or cached)
 
     # -- the plan ------------------------------------------------------------------------------------------
 
@@ -261,6 +290,7 @@ class Scheduler:
             swap_in=swap_in,
             stale=manager.drain_stale(),
             resumed=step.resumed,
+            padded=step.padded,
             steady=len(steady.sequences),
             steady_ids=steady.request_ids,
         )
@@ -333,16 +363,27 @@ class AdmissionRules:
         return has_room and self._manager.can_swap_in(group, self._spare_blocks())
 
     def may_admit(
-        self, group: Group, hits: Sequence[int], cached: int, budget: int, prefill_cap: int | None = None
+        self,
+        group: Group,
+        hits: Sequence[int],
+        cached: int,
+        budget: int,
+        prefill_cap: int | None = None,
+        padded: bool = False,
     ) -> bool:
         """Whether the batch has room for every branch, the budget is large enough, and the pool has enough blocks.
 
         Where the first chunk alone must fit, it has at most `prefill_cap` tokens. Raises CoreError if the user's policy
         refuses the request while the batch is empty.
         """
-        limits = self._limits
+        limits, request = self._limits, group.request
         if self._batch.sequences + group.width > limits.max_running:
             return False
+        ahead = request.most_kv_tokens - request.final_kv_tokens
+        if ahead:
+            budget -= draft_slots(request)
+            if budget <= 0 or (padded and 1 + ahead > budget):
+                return False
         if not limits.chunked_prefill and group.root_target - cached > budget:
             return False
         first = budget if prefill_cap is None else min(budget, prefill_cap)
@@ -351,11 +392,14 @@ class AdmissionRules:
         if end == cached < wished:
             return False
         tokens = None if limits.admit_whole_prompt else end
+        if ahead:
+            end += 2 * ahead if padded else ahead
+            end = end if limits.max_model_len is None else min(end, limits.max_model_len)
         if not self._manager.can_admit(group, hits, self._spare_blocks(), tokens, end):
             return False
         if self.only_built_in:
             return True
-        usage, running, request = self._manager.usage(None), len(self._batch), group.request
+        usage, running = self._manager.usage(None), len(self._batch)
         if self._policy.allows(request, (usage.free + usage.cached) // self._manager.block_size, running):
             return True
         if not running:

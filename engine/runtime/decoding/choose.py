@@ -254,7 +254,10 @@ def _greedy(
 def _verified(
     draws: Sequence[Draw], tokens: Sequence[int], generations: Mapping[int, Generation], choice: ChosenTokens
 ) -> tuple[Sequence[Draw], Sequence[int]]:
-    """Verify draft tokens: keep the model's tokens up to the first that differs from its draft or ends the sequence."""
+    """Verify draft tokens: keep the model's tokens up to the first that differs from its draft or ends the sequence.
+
+    Drafts past the last token of a request may be right too, but are not kept.
+    """
     if not any(generations[draw.request_id].proposed for draw in draws):
         return draws, tokens
     kept: list[tuple[Draw, int]] = []
@@ -263,7 +266,9 @@ def _verified(
         if draw.request_id in closed:
             continue
         generation, request_id = generations[draw.request_id], draw.request_id
-        kept.append((draw, token))
+        request = generation.request
+        if draw.position < request.prompt_tokens + request.output_tokens:
+            kept.append((draw, token))
         if generation.proposed:
             ahead = choice.accepted[request_id] = choice.accepted.get(request_id, -1) + 1
             right = ahead < len(generation.proposed) and token == generation.proposed[ahead]

@@ -182,7 +182,7 @@ class Generation:
             )
         self.request = request
         self.rules = rules
-        self.tokens = np.zeros((request.width, request.prompt_tokens + request.output_tokens), dtype=np.int64)
+        self.tokens = np.zeros((request.width, request.most_kv_tokens + 1), dtype=np.int64)
         self.tokens[:, : request.prompt_tokens] = prompt_ids
         self.known = [request.prompt_tokens] * request.width
         self.ends: list[int | None] = [None] * request.width
@@ -217,10 +217,11 @@ class Generation:
 
     def append(self, branch: int, position: int, token: int) -> None:
         """Append a token to a branch. Raises CoreError if `position` is not the next one, a bug of the scheduler."""
-        if position != self.known[branch] or position >= self.tokens.shape[1]:
+        most = self.request.prompt_tokens + self.request.output_tokens
+        if position != self.known[branch] or position >= most:
             raise CoreError(
                 f"request {self.request.request_id} branch {branch}: sampled position {position}, "
-                f"the next one is {self.known[branch]} of {self.tokens.shape[1]}"
+                f"the next one is {self.known[branch]} of {most}"
             )
         self.tokens[branch, position] = token
         self.known[branch] = position + 1
@@ -231,6 +232,10 @@ class Generation:
         """Write a draft token to `position`. It stays there until it is verified or replaced."""
         self.proposed.append(token)
         self.tokens[0, position] = token
+
+    def fill(self) -> None:
+        """What was proposed only fills the row: no token is equal to it."""
+        self.proposed = [-1] * len(self.proposed)
 
     def reparent(self, parents: Sequence[int]) -> None:
         """Let branch i continue the generated tokens of branch `parents[i]`."""

@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from tiers import tier
 
-from engine.core.options import Decoding, Placement, Preemption, Reservation, Retention, Scheduling
+from engine.core.options import (
+    Decoding,
+    Placement,
+    Preemption,
+    Reservation,
+    Retention,
+    Scheduling,
+    SpeculationMode,
+)
 
 RULES = 120  # a walk
 SEEDS_A_TEST = tier(2, 50)
@@ -47,7 +55,7 @@ ARRIVALS = st.builds(
     width=st.integers(2, 4),
     mode=st.sampled_from(Decoding),
     drafts=st.sampled_from([0, 0, 1, 3, 5]),
-    fork=st.booleans(),
+    place=st.sampled_from(SpeculationMode),
     priority=st.integers(0, 2),
     share_outputs=st.booleans(),
     adapter=st.sampled_from([None, "a"]),

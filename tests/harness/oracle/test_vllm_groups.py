@@ -4,11 +4,10 @@ The nightly run draws its workloads by the date.
 """
 
 from collections import Counter
-from datetime import UTC, datetime
 
 import pytest
 from group_oracle import FAMILIES, RECORDED, begin, compare, random_case, recorded_case, recording
-from oracle_cases import PYTHON
+from oracle_cases import FIRST_SEED, PYTHON
 from tiers import tier
 
 from engine.core.memory.eviction import CheckpointRule
@@ -19,8 +18,6 @@ from harness.config.errors import ConfigError
 from harness.oracle.check import VllmProcess, vllm_version
 
 CASES = tier(3, 60)
-TODAY = 1000 * datetime.now(UTC).toordinal()
-FIRST_SEED = tier(200, TODAY)
 
 
 @pytest.mark.parametrize("family", RECORDED)

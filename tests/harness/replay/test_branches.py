@@ -120,7 +120,8 @@ def test_drafts_are_accepted_at_the_given_share(share: float, mode: SpeculationM
     expected = sum(share**tokens for tokens in range(5))  # of a step with four drafts
     assert 12 * 199 / steps == pytest.approx(expected, rel=0.1)
     accepted = sum(stats.accepted_tokens for report in reports for stats in report.stats.values())
-    assert accepted == 12 * 199 - steps
+    past = accepted - (12 * 199 - steps)  # those after the last token of a request, which vLLM counts too
+    assert 0 <= past <= 12 * 4 if mode is SpeculationMode.whole else past == 0
 
 
 def test_tokens_that_are_verified_together_have_no_gap_between_them() -> None:

@@ -471,7 +471,7 @@ def test_samples_copy_the_last_page_of_every_group_and_share_the_others() -> Non
     assert [len(plan.copies) for plan, _ in plans] == [0, 2 * groups, 0, 0]
 
 
-@pytest.mark.parametrize("mode", SpeculationMode)
+@pytest.mark.parametrize("mode", [SpeculationMode.lookahead, SpeculationMode.fork])
 def test_rejected_drafts_leave_as_many_pages_as_their_tokens_need(mode: SpeculationMode) -> None:
     setup = GroupSetup(sets=(FULL, WINDOW), memory=64_000)
     groups = setup.layout().groups
