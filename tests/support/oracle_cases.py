@@ -38,7 +38,7 @@ from harness.replay.branches import DraftAcceptance
 from harness.replay.executors import StepTiming
 from harness.replay.features import FEATURES, StepFeatures
 from harness.replay.loop import StepRecord
-from harness.workload.decoding import TraceDecoding, one_request_per_sample
+from traces.reshape import one_request_per_sample
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
@@ -114,7 +114,7 @@ def _samples(
     asked = [replace(row, n=draw.choice([1, 2, 4])) for row in rows[: len(rows) // 2]]
     header = TraceHeader(*("samples", "simple", "random", "content"), None, 1, "", len(asked), len(asked))
     trace = Trace(header, tuple(asked))
-    samples = one_request_per_sample(trace, TraceDecoding()).requests
+    samples = one_request_per_sample(trace, {row.request_id: row.n or 1 for row in asked}).requests
     arrivals = [at for row, at in zip(asked, before, strict=False) for _ in range(row.n or 1)]
     return list(samples), arrivals
 
