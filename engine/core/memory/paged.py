@@ -143,10 +143,8 @@ class PagedManager:
         """
         speculation = request.speculation
         drafted = speculation is not None and request.output_tokens > 1
-        needs = [
-            self._blocks(tables, request, request.width, 2 * request.most_kv_tokens - request.final_kv_tokens)
-            for tables in self._tables()
-        ]
+        most = 2 * request.most_kv_tokens - request.final_kv_tokens
+        needs = [self._blocks(tables, request, request.width, most) for tables in self._tables()]
         if drafted and speculation and speculation.mode is SpeculationMode.fork:
             needs = [need + (1 if self._copying is None else need) for need in needs]
         if self.groups is None:
@@ -202,9 +200,8 @@ class PagedManager:
             width, whole = 1, tokens
         if self.groups is not None:
             return self._can_admit_groups(self.groups, group, hits, spare_blocks, (width, whole, chunk_end))
+        whole = max(whole, chunk_end or 0)  # draft tokens go further
         pool, need = self.pool, self._blocks(self.tables, group.request, width, whole)
-        if chunk_end is not None and chunk_end > whole:  # draft tokens go further
-            need = self._blocks(self.tables, group.request, 1, chunk_end)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
 
