@@ -80,12 +80,14 @@ def _refuse_odd(node: yaml.Node | None) -> None:
     if isinstance(node, yaml.MappingNode):
         seen: set[Any] = set()
         for key, value in node.value:
-            if key.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key.value!r} stands twice", problem_mark=key.start_mark
-                )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            problem = (
+                f"key {key.value!r} stands twice"
+                if isinstance(key, yaml.ScalarNode)
+                else "a key that is no word"
+            )
+            if not isinstance(key, yaml.ScalarNode) or key.value in seen:
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(key.value)
             _refuse_odd(value)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:

@@ -21,7 +21,7 @@ durations in seconds, so that queue, schedule and tokens follow: first token = a
 time_in_model_decode (without it: arrival + e2e).
 """
 
-import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -30,7 +30,7 @@ from typing import Any
 from harness.twin import rows
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import MAX_INTEGER, kind, plain_integer, split_fields
+from traces.formats.parsing import in_range, kind, plain_integer, split_fields
 
 # -- vllm bench serve -------------------------------------------------------------------------------------------------
 
@@ -89,7 +89,7 @@ def _starts_of_a_closed_loop(
 
 def _seconds(document: rows.JsonDocument, name: str, place: int) -> float:
     with document.placed((name, place)):
-        return rows.as_number(document.at((name, place)), None)
+        return rows.as_number(document.at((name, place)), None, 0)
 
 
 def _gaps(document: rows.JsonDocument, index: int) -> float:
@@ -97,28 +97,24 @@ def _gaps(document: rows.JsonDocument, index: int) -> float:
     total = 0.0
     for place, gap in enumerate(document.items(("itls", index))):
         with document.placed(("itls", index, place)):
-            seconds = rows.as_number(gap, None)
-            if seconds < 0:
-                raise RowError(None, f"{seconds:g} is below 0")
-        total += seconds
+            total += rows.as_number(gap, None, 0)
     return total
 
 
 def _bench_row(
     document: rows.JsonDocument, columns: dict[str, list[Any]], index: int
 ) -> rows.LoggedRequest | str:
-    found = {}
-    for name in ("input_lens", "output_lens", "start_times", "ttfts"):
+    lengths = []
+    for name, lowest in (("input_lens", 1), ("output_lens", 0)):
         with document.placed((name, index)):
-            value = found[name] = rows.as_number(columns[name][index], None)
-            lowest = {"input_lens": 1, "output_lens": 0}.get(name)
-            if lowest is not None and (value != int(value) or not lowest <= value <= MAX_INTEGER):
-                raise RowError(None, f"whole number of at least {lowest} expected, found {value:g}")
-    total = _gaps(document, index)
-    prompt, output, start, ttft = found.values()
+            lengths.append(rows.as_whole(columns[name][index], None, lowest))
+    with document.placed(("start_times", index)):
+        start = rows.as_number(columns["start_times"][index], None)
+    ttft, total = _seconds(document, "ttfts", index), _gaps(document, index)
+    prompt, output = lengths
     if not output or not ttft:
         return "no output token"
-    return rows.LoggedRequest(str(index), start, start + ttft, start + ttft + total, int(prompt), int(output))
+    return rows.LoggedRequest(str(index), start, start + ttft, start + ttft + total, prompt, output)
 
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------
@@ -227,8 +223,8 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
     if "time_to_first_token" not in metrics:
         return "no time to first token (AIPerf measures it with --streaming)"
     start = rows.number(facts, "request_start_ns") / 1e9
-    first = start + _metric(metrics, "time_to_first_token", "ms") / 1e3
-    last = start + _metric(metrics, "request_latency", "ms") / 1e3
+    first = start + _milliseconds(metrics, "time_to_first_token")
+    last = start + _milliseconds(metrics, "request_latency")
     output = _tokens(metrics, "usage_completion_tokens", "output_sequence_length")
     if not output:
         return "no output token"
@@ -247,20 +243,22 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
 
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
     chosen = name if name in metrics else other
-    found = _metric(metrics, chosen, "tokens")
-    if found != int(found) or not 0 <= found <= MAX_INTEGER:
-        reason = f"whole number up to {MAX_INTEGER} expected, found {found:g}"
-        raise RowError(f"metrics.{chosen}.value", reason)
-    return int(found)
+    return rows.as_whole(_metric(metrics, chosen, "tokens"), f"metrics.{chosen}.value")
 
 
-def _metric(metrics: dict[str, Any], name: str, unit: str) -> float:
+def _metric(metrics: dict[str, Any], name: str, unit: str) -> Any:
+    """The value of a metric, which must have this unit. Raises RowError."""
     entry = metrics.get(name)
     if not isinstance(entry, dict) or "value" not in entry:
         raise RowError(f"metrics.{name}", "missing, or no object of value and unit")
     if entry.get("unit") != unit:
         raise RowError(f"metrics.{name}.unit", f"{unit} expected, found {entry.get('unit')}")
-    return rows.as_number(entry["value"], f"metrics.{name}.value")
+    return entry["value"]
+
+
+def _milliseconds(metrics: dict[str, Any], name: str) -> float:
+    """A duration in seconds. Raises RowError."""
+    return rows.as_number(_metric(metrics, name, "ms"), f"metrics.{name}.value", 0) / 1e3
 
 
 # -- LLMServingSim's recorder -----------------------------------------------------------------------------------------
@@ -332,17 +330,21 @@ def read_spans(file: SourceFile) -> rows.RequestLog:
 
 def _span_row(span: Span, line: int | None) -> rows.LoggedRequest | str:
     name, attributes = span
-    if attributes.get(TTFT) is None or not attributes.get(OUTPUT):
+    output = rows.maybe_whole(attributes, OUTPUT)
+    if attributes.get(TTFT) is None or not output:
         return "no time to first token"
     arrival = rows.number(attributes, _START)
-    first = arrival + rows.number(attributes, TTFT)
-    prefill, queue, decode = (rows.maybe_number(attributes, key) for key in (PREFILL, QUEUE, DECODE))
-    last = arrival + rows.number(attributes, E2E) if decode is None else first + decode
+    first = arrival + rows.number(attributes, TTFT, 0)
+    prefill, queue, decode, whole = (
+        rows.maybe_number(attributes, key, 0, rows.LATEST_S) for key in (PREFILL, QUEUE, DECODE, E2E)
+    )
+    if decode is None and whole is None:
+        raise RowError(E2E, f"missing, as is {DECODE}")
+    last = first + decode if decode is not None else arrival + (whole or 0.0)
     queued = scheduled = None
     if prefill is not None and queue is not None:
         scheduled = first - prefill
-        queued = max(scheduled - queue, arrival)  # a wall clock in a double is exact to 0.2 us
-    output = rows.whole(attributes, OUTPUT, 1)
+        queued = rows.not_before(scheduled - queue, arrival)
     prompt = rows.whole(attributes, PROMPT, 1)
     name = str(attributes.get("gen_ai.request.id", name))
     last = rows.not_before(last, first)
@@ -411,17 +413,13 @@ def _whole_number(record: dict[str, Any], key: str) -> int:
     value = _plain(record.get(key))
     if not isinstance(value, int) or isinstance(value, bool):
         raise RowError(key, f"whole number expected, found {kind(record.get(key))}")
-    return value
+    return in_range(value, key, 0, 2**64)
 
 
 def _plain(value: Any) -> Any:
-    """A number that is written as a string, as OTLP does for 64-bit integers."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError:
-        return value
+    """A whole number that is written as a string, as OTLP does for those of 64 bits; else the value as it is."""
+    is_whole = isinstance(value, str) and re.fullmatch(r"-?\d{1,20}", value, re.ASCII)
+    return int(value) if is_whole else value
 
 
 # -- CSV and JSON lines -----------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from harness.twin.rows import LoggedRequest, RequestLog, maybe_number, maybe_who
 from harness.twin.settings import SGLANG, VLLM, EngineSettings
 from traces.errors import RowError
 from traces.formats.files import SourceFile, decode
-from traces.formats.parsing import MAX_INTEGER, read_object
+from traces.formats.parsing import MAX_INTEGER, integers, plain_integer, read_object, read_value
 
 # -- settings and state -----------------------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ def _said(words: str, where: str) -> Iterator[EngineSettings]:
             if name == "async_scheduling":
                 value = value == "enabled"
             elif name != "version":
-                value = int(value.replace(",", ""))
+                value = plain_integer(value.replace(",", ""), name, 0)
             yield EngineSettings("vllm").changed(where, **{name: value})
     if "server_args=" in words:
         yield SGLANG.read(_pairs(words.partition("server_args=")[2]), where)
@@ -267,12 +267,10 @@ def _events(words: str) -> Iterator[tuple[str, float, bool, tuple[int, ...] | No
 
 def _ids(text: str, field: str) -> tuple[int, ...]:
     try:
-        found: list[int] = json.loads(text)
-    except ValueError as error:
+        found = read_value(text)
+    except RowError as error:
         raise RowError(field, "no list of token ids (cut line?)") from error
-    if any(one >= MAX_INTEGER for one in found):
-        raise RowError(field, "a token id is too large")
-    return tuple(found)
+    return tuple(integers(found, field, MAX_INTEGER))
 
 
 def _vllm_row(name: str, request: _Open) -> LoggedRequest | str:

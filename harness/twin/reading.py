@@ -316,9 +316,9 @@ def _sorted_rows(log: RequestLog) -> tuple[list[LoggedRequest], float]:
     if not log.rows:
         counted = ", ".join(f"{count:,} {reason}" for reason, count in log.dropped.items()) or "none at all"
         raise TraceError(log.file.path, None, None, f"no finished request: {counted}")
-    log.rows = list(_once(log))
     for row in log.rows:
         _check_row(log.file, row)
+    log.rows = list(_once(log))
     rows = sorted(log.rows, key=lambda row: row.arrival_s if row.queued_s is None else row.queued_s)
     return rows, min(row.arrival_s for row in rows)
 

@@ -6,16 +6,28 @@ counted, never repaired.
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from decimal import Decimal
-from math import isfinite
 from typing import Any, TypeVar
 
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode, read_document
-from traces.formats.parsing import Columns, in_range, kind, read_object, read_value
+from traces.formats.parsing import (
+    Columns,
+    as_number,
+    as_whole,
+    kind,
+    maybe_number,
+    maybe_whole,
+    number,
+    read_object,
+    read_value,
+    text_number,
+    whole,
+)
+
+__all__ = ["as_number", "as_whole", "maybe_number", "maybe_whole", "number", "text_number", "whole"]
 
 LATEST_S = 1e11  # the year 5138 of a wall clock in seconds; a wall clock in milliseconds is beyond
 _ROUNDING_S = 1e-6  # of a wall clock in a double, and of the sums of its parts
@@ -115,61 +127,9 @@ def csv_rows(file: SourceFile, wanted: tuple[str, ...]) -> Iterator[tuple[int, d
             yield line, dict(zip(wanted, fields, strict=True))
 
 
-def number(record: Mapping[str, Any], key: str) -> float:
-    """A finite JSON number. Raises RowError that names the key if it is missing or no number."""
-    if key not in record:
-        raise RowError(key, f"missing key {key}; found {', '.join(map(str, record))[:200]}")
-    return as_number(record[key], key)
-
-
-def as_number(value: object, key: str | None) -> float:
-    """A finite number from a JSON value. Raises RowError."""
-    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
-        raise RowError(key, f"number expected, found {kind(value)}")
-    try:
-        found = float(value)
-    except OverflowError:  # a whole number of more than 308 digits
-        found = float("inf")
-    if not isfinite(found):
-        raise RowError(key, f"finite number expected, found {str(value)[:40]}")
-    return found
-
-
 def not_before(time_s: float, earlier_s: float) -> float:
     """A time without the rounding that puts it before an earlier one; more than that stays, and refuses its row."""
     return max(time_s, earlier_s) if time_s > earlier_s - _ROUNDING_S else time_s
-
-
-def maybe_number(record: Mapping[str, Any], key: str) -> float | None:
-    """The same; None where the key is absent or null."""
-    return None if record.get(key) is None else number(record, key)
-
-
-def whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int:
-    """A whole JSON number of at least `lowest`; 5.0 counts as 5. Raises RowError."""
-    found = number(record, key)
-    if found != int(found):
-        raise RowError(key, f"whole number expected, found {found:g}")
-    return in_range(int(found), key, lowest)
-
-
-def maybe_whole(record: Mapping[str, Any], key: str) -> int | None:
-    """The same; None where the key is absent or null."""
-    return None if record.get(key) is None else whole(record, key)
-
-
-def text_number(fields: Mapping[str, str], key: str) -> float:
-    """A finite number in the field of a CSV row. Raises RowError."""
-    text = fields[key].strip()
-    if not text:
-        raise RowError(key, "is empty")
-    try:
-        found = float(text)
-    except ValueError:
-        found = float("nan")
-    if not isfinite(found) or "_" in text or not text.isascii():
-        raise RowError(key, f'finite number expected, found "{text[:40]}"')
-    return found
 
 
 class JsonDocument:

@@ -25,6 +25,7 @@ from harness.twin.log import Timeseries
 from harness.twin.rows import LATEST_S, csv_rows, placed, text_number
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
+from traces.formats.parsing import MAX_INTEGER
 
 SERIES_COLUMNS = ("t", "prompt_throughput", "gen_throughput", "running", "waiting", "kv_cache_pct")
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
@@ -34,6 +35,7 @@ _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _PROMPT = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
+_MOST = {"t": LATEST_S, "kv_cache_pct": 100.0}
 _TIMEOUT_S = 5.0
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 Fetch = Callable[[str], str]
@@ -135,22 +137,13 @@ def read_series(file: SourceFile) -> tuple[Timeseries, list[str]]:
     rows: list[list[float]] = []
     for line, fields in csv_rows(file, SERIES_COLUMNS):
         with placed(file, line):
-            rows.append([text_number(fields, name) for name in SERIES_COLUMNS])
-            _check_row(rows)
+            rows.append(
+                [text_number(fields, name, 0, _MOST.get(name, MAX_INTEGER)) for name in SERIES_COLUMNS]
+            )
+            if len(rows) > 1 and rows[-1][0] <= rows[-2][0]:
+                raise RowError("t", f"{rows[-1][0]:g} is not after {rows[-2][0]:g} of the row before")
     if not rows:
         raise TraceError(file.path, 1, None, "no data rows")
     at_s, _, _, running, waiting, kv = np.array(rows).T
     notes = [] if kv.any() else [f"{file.name}: kv_cache_pct is 0 throughout, so KV use was not recorded."]
     return Timeseries(at_s, running, waiting, kv / 100 if kv.any() else None), notes
-
-
-def _check_row(rows: list[list[float]]) -> None:
-    low = next((name for name, value in zip(SERIES_COLUMNS, rows[-1], strict=True) if value < 0), None)
-    if low is not None:
-        raise RowError(low, "is below 0")
-    if len(rows) > 1 and rows[-1][0] <= rows[-2][0]:
-        raise RowError("t", f"{rows[-1][0]:g} is not after {rows[-2][0]:g} of the row before")
-    if rows[-1][0] > LATEST_S:
-        raise RowError("t", f"{rows[-1][0]:g} is no time in seconds")
-    if rows[-1][5] > 100:
-        raise RowError("kv_cache_pct", f"{rows[-1][5]:g} is above 100")

@@ -18,6 +18,7 @@ from typing import IO, cast
 from traces.errors import RowError, TraceError, placed
 
 MAX_LINE_BYTES = 64 << 20  # the longest published row has 0.2 MB; a longer line is no row
+MAX_DOCUMENT_BYTES = 2 << 30  # of a file that is one value, unpacked; a small .gz can hold more
 _GZIP_MAGIC = b"\x1f\x8b"
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -87,9 +88,12 @@ def decode(raw: bytes) -> str:
 
 def read_document(file: SourceFile) -> str:
     """The whole text of a file that is one document. Raises TraceError with the line of bytes that are not text."""
-    texts = []
+    texts, size = [], 0
     for line, raw in file.lines():
+        size += len(raw) + 1
         with placed(file.path, line):
+            if size > MAX_DOCUMENT_BYTES:
+                raise RowError("line", f"beyond {MAX_DOCUMENT_BYTES >> 20:,} MiB of one document: not read")
             texts.append(decode(raw))
     return "\n".join(texts)
 

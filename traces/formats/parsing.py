@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from decimal import Decimal
+from math import inf, isfinite, nan
 from typing import Any
 
 from traces.errors import RowError
@@ -33,7 +34,7 @@ def plain_integer(text: str, field: str, lowest: int) -> int:
     return in_range(int(text), field, lowest)
 
 
-def in_range(value: int, field: str, lowest: int, highest: int = MAX_INTEGER) -> int:
+def in_range(value: int, field: str | None, lowest: int, highest: int = MAX_INTEGER) -> int:
     """The value, if it is from `lowest` to `highest` (default 2^53 - 1). Raises RowError."""
     if value < lowest:
         raise RowError(field, f"{value} is below {lowest}")
@@ -152,6 +153,72 @@ def integer(record: dict[str, object], key: str, unit: str = "") -> int:
 def count(record: dict[str, object], key: str, lowest: int = 0, highest: int = MAX_INTEGER) -> int:
     """An integer from `lowest` to `highest`. Raises RowError."""
     return in_range(integer(record, key), key, lowest, highest)
+
+
+def as_number(value: object, field: str | None, lowest: float = -inf, highest: float = inf) -> float:
+    """A finite number from a JSON value, from `lowest` to `highest`. Raises RowError."""
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
+        raise RowError(field, f"number expected, found {kind(value)}")
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of more than 308 digits
+        found = inf
+    if not isfinite(found):
+        raise RowError(field, f"finite number expected, found {str(value)[:40]}")
+    if not lowest <= found <= highest:
+        bound = f"below {lowest:g}" if found < lowest else f"above {highest:g}"
+        raise RowError(field, f"{found:g} is {bound}")
+    return found
+
+
+def as_whole(value: object, field: str | None, lowest: int = 0) -> int:
+    """A whole number from `lowest` to 2^53 - 1 from a JSON value; 5.0 counts as 5. Raises RowError."""
+    found = as_number(value, field)
+    if found != int(found):
+        raise RowError(field, f"whole number expected, found {found:g}")
+    return in_range(int(found), field, lowest)
+
+
+def number(record: Mapping[str, Any], key: str, lowest: float = -inf, highest: float = inf) -> float:
+    """The same of a key, which is named where it is missing. Raises RowError."""
+    return as_number(_member(record, key), key, lowest, highest)
+
+
+def maybe_number(
+    record: Mapping[str, Any], key: str, lowest: float = -inf, highest: float = inf
+) -> float | None:
+    """The same; None where the key is absent or null."""
+    return None if record.get(key) is None else number(record, key, lowest, highest)
+
+
+def whole(record: Mapping[str, Any], key: str, lowest: int = 0) -> int:
+    """A whole number of a key. Raises RowError."""
+    return as_whole(_member(record, key), key, lowest)
+
+
+def maybe_whole(record: Mapping[str, Any], key: str) -> int | None:
+    """The same; None where the key is absent or null."""
+    return None if record.get(key) is None else whole(record, key)
+
+
+def _member(record: Mapping[str, Any], key: str) -> Any:
+    if key not in record:
+        raise RowError(key, f"missing key {key}; found {', '.join(map(str, record))[:200]}")
+    return record[key]
+
+
+def text_number(fields: Mapping[str, str], key: str, lowest: float = -inf, highest: float = inf) -> float:
+    """A finite number in the field of a CSV row. Raises RowError."""
+    text = fields[key].strip()
+    if not text:
+        raise RowError(key, "is empty")
+    try:
+        found = float(text)
+    except ValueError:
+        found = nan
+    if not isfinite(found) or "_" in text or not text.isascii():
+        raise RowError(key, f'finite number expected, found "{text[:40]}"')
+    return as_number(found, key, lowest, highest)
 
 
 def microseconds(record: dict[str, object], key: str, noted: dict[str, int]) -> int:

@@ -75,6 +75,7 @@ def test_a_file_that_names_a_class_is_refused(tmp_path: Path) -> None:
         ("name: " + "x" * 300_000, "at most 262,144"),
         ("name: !!timestamp x\n", "cannot be read"),
         ("name: " + "1" * 5000, "cannot be read"),
+        ("? [a]\n: 1\n", "a key that is no word"),
     ],
 )
 def test_a_file_that_is_no_plain_settings_is_refused(tmp_path: Path, text: str, reason: str) -> None:

@@ -201,7 +201,7 @@ def test_a_missing_key_is_named(folder: Path) -> None:
         ("1.0,1,1,1,0,0", "timeseries.csv:4: t: 1 is not after 2"),
         ("3.0,1,1,1,0", "timeseries.csv:4: line: 6 fields expected, found 5"),
         ("3.0,1,1,1,0,101", "timeseries.csv:4: kv_cache_pct: 101 is above 100"),
-        ("3.0,1,1,-1,0,0", "timeseries.csv:4: running: is below 0"),
+        ("3.0,1,1,-1,0,0", "timeseries.csv:4: running: -1 is below 0"),
     ],
 )
 def test_a_wrong_row_of_the_series_is_named(folder: Path, row: str, said: str) -> None:

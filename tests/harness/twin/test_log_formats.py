@@ -103,7 +103,7 @@ def test_a_bench_result_without_start_times_is_refused(tmp_path: Path) -> None:
     ("change", "said"),
     [
         (lambda r: r["ttfts"].__setitem__(3, "fast"), "ttfts[3]: number expected, found string"),
-        (lambda r: r["input_lens"].__setitem__(1, 0), "input_lens[1]: whole number of at least 1 expected"),
+        (lambda r: r["input_lens"].__setitem__(1, 0), "input_lens[1]: 0 is below 1"),
         (lambda r: r["itls"].__setitem__(0, 0.5), "itls[0]: list expected, found 0.5"),
         (lambda r: r["itls"][5].__setitem__(2, None), "itls[5][2]: number expected, found null"),
         (lambda r: r["itls"][5].__setitem__(2, -0.001), "itls[5][2]: -0.001 is below 0"),
@@ -236,7 +236,7 @@ def test_a_request_of_aiperf_that_did_not_end_is_dropped(
         (lambda r: r.update(metrics=[]), "profile_export.jsonl:3: metrics: object expected, found list"),
         (
             lambda r: r["metrics"]["usage_prompt_tokens"].update(value=10**30),
-            "profile_export.jsonl:3: metrics.usage_prompt_tokens.value: whole number up to",
+            "profile_export.jsonl:3: metrics.usage_prompt_tokens.value: integer too large",
         ),
         (
             lambda r: r["metrics"]["usage_prompt_tokens"].update(value=0),
@@ -312,7 +312,7 @@ def test_a_span_that_ends_before_its_first_token_is_refused(tmp_path: Path) -> N
             if one["key"] == "gen_ai.latency.time_in_model_decode":
                 one["value"] = {"doubleValue": -0.01}
 
-    assert "before the first token" in refusal(edited(SPANS, tmp_path, earlier, line=4))
+    assert "time_in_model_decode: -0.01 is below 0" in refusal(edited(SPANS, tmp_path, earlier, line=4))
 
 
 def test_spans_that_are_not_of_requests_are_counted(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_wrong_token_ids_are_named(tmp_path: Path, ids: str) -> None:
         "prompt_token_ids: [1], prompt_e", f"prompt_token_ids: {ids}, prompt_e"
     )
     (tmp_path / "vllm.log").write_text(text)
-    assert "vllm.log:1: prompt_token_ids: " in refusal(tmp_path)
+    assert "vllm.log:1: prompt_token_ids" in refusal(tmp_path)
 
 
 def test_a_request_without_chunks_is_dropped(tmp_path: Path) -> None:
