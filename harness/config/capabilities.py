@@ -297,7 +297,9 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "device.frontend_request_us",
-        lambda a: a.device.frontend_request_us or a.device.frontend_token_us or None,
+        lambda a: (
+            a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us or None
+        ),
         {Way.compiled: "the server's front end delays requests"},
     ),
     Capability(

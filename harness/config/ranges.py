@@ -91,7 +91,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (Range(0, 1e6, open_low=True), "decoding.temperature"),
     (_MICROSECONDS, "device.step_overhead_us device.layer_overhead_us device.attention_overhead_us"),
     (_MICROSECONDS, "device.row_overhead_us device.link_latency_us device.host_link_latency_us"),
-    (_MICROSECONDS, "device.frontend_request_us device.frontend_token_us"),
+    (_MICROSECONDS, "device.frontend_request_us device.frontend_token_us device.frontend_turn_us"),
     (_FIGURE, "device.memory_gb device.bandwidth_gbs device.tflops device.link_gbs device.host_link_gbs"),
     (Range(0, 1e9), "device.activation_gb device.other_memory_gb device.graph_memory_gb device.l2_mib"),
     (Range(0, 10**6), "device.multiprocessors"),

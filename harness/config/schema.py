@@ -362,6 +362,7 @@ class DeviceConfig:
     # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
     frontend_request_us: float = 0.0
     frontend_token_us: float = 0.0
+    frontend_turn_us: float = 0.0  # of a request alone, while the others wait: what one thread of it does
     fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
 
 

@@ -429,7 +429,7 @@ ATTENTION_ERROR = {
 }
 """Errors of the plain form in results/reference/gpu-public (`scoreboard`, decode attention from tables)."""
 
-FRONT_END = ("frontend_request_us", "frontend_token_us")
+FRONT_END = ("frontend_request_us", "frontend_token_us", "frontend_turn_us")
 """What a server takes before the scheduler's queue. No description of a device knows it; a log of a client shows it."""
 
 _FROM_ELSEWHERE = ("attention_overhead_us", "link_efficiency", "link_latency_us")

@@ -243,13 +243,15 @@ class Capped:
 class FrontEnd:
     """The requests of `source`, seen by the scheduler later: a server parses and tokenises each before.
 
-    A request takes `request_ns`, and `token_ns` for each token of its prompt. It still arrives when it was sent.
+    A request takes `request_ns`, and `token_ns` for each token of its prompt. Before, one thread takes `turn_ns` for
+    each request, one after another. It still arrives when it was sent.
     """
 
-    def __init__(self, source: Arrivals, request_ns: int, token_ns: float) -> None:
+    def __init__(self, source: Arrivals, request_ns: int, token_ns: float, turn_ns: int = 0) -> None:
         self.total = source.total
         self._source = source
-        self._request_ns, self._token_ns = request_ns, token_ns
+        self._request_ns, self._token_ns, self._turn_ns = request_ns, token_ns, turn_ns
+        self._free_ns = 0  # when the thread has done what it was sent
         self._number = 0
         self._inside: list[tuple[int, int, TimedRequest]] = []  # by the time at which each leaves
 
@@ -264,7 +266,8 @@ class FrontEnd:
         """The requests that have left by now, in order of that."""
         for timed in self._source.take(now_ns):
             delay = self._request_ns + round(self._token_ns * timed.request.prompt_tokens)
-            heappush(self._inside, (timed.arrival_ns + delay, self._number, timed))
+            self._free_ns = max(self._free_ns, timed.arrival_ns) + self._turn_ns
+            heappush(self._inside, (self._free_ns + delay, self._number, timed))
             self._number += 1
         through: list[TimedRequest] = []
         while self._inside and self._inside[0][0] <= now_ns:

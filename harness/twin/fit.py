@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -78,6 +79,7 @@ LINK_CONSTANTS = (
 FRONT_END_CONSTANTS = (
     Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
     Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
+    Constant("frontend_turn_us", 10_000.0, 0.0, 50_000.0, linear=True),
 )
 
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
@@ -90,6 +92,8 @@ _LINEAR_STEP = 0.05  # the same of a constant whose spread is wide beside what i
 _EXPLAINS = 0.99  # of the cost without it: a front end that lowers it by less is none
 _ROUNDS = 12
 _INSIDE = 0.025  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
+# Microseconds of a front end from which a search may begin: its time to first token goes in steps, not in slopes.
+_STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (100.0, 300.0, 1000.0)}
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ def fit_device(
         raise UserError(reason)
     problem = _Problem(log, config, first, progress)
     zero = np.zeros(len(problem.constants))
-    start = _INSIDE * np.array([one.linear for one in problem.constants])
+    start = problem.start()
     # The search has its origin at the start: the first step is as long as that is far from it, or 1.
     found = least_squares(
         problem.residuals_from,
@@ -311,6 +315,20 @@ class _Problem:
         for constant, place in zip(self.constants, self._centre + scaled * self._spread, strict=True):
             setattr(found, constant.key, constant.value(float(place)))
         return found
+
+    def start(self) -> FloatArray:
+        """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
+        at_priors = _INSIDE * np.array([one.linear for one in self.constants], dtype=np.float64)
+        keys = [one.key for one in self.constants]
+        places = []
+        for values in product(*(_STARTS[key] for key in _STARTS if key in keys)):
+            place = at_priors.copy()
+            for key, value in zip(_STARTS, values, strict=False):
+                index = keys.index(key)
+                place[index] = (value - self._centre[index]) / self._spread[index]
+            places.append(place)
+        costs = [float(each @ each) for each in map(self.residuals, places)] if len(places) > 1 else [0.0]
+        return places[int(np.argmin(costs))]
 
     def residuals(self, scaled: FloatArray) -> FloatArray:
         """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""

@@ -200,9 +200,11 @@ class Point:
         if client is not None:
             total = sum(requests_sent(_request(self, row)) for row in rows)
             source = Resubmitting(source, client, total)
-        if not (device.frontend_request_us or device.frontend_token_us):
+        times = (device.frontend_request_us, device.frontend_token_us, device.frontend_turn_us)
+        if not any(times):
             return source
-        return FrontEnd(source, round(1000 * device.frontend_request_us), 1000 * device.frontend_token_us)
+        request, token, turn = times
+        return FrontEnd(source, round(1000 * request), 1000 * token, round(1000 * turn))
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""

@@ -80,6 +80,12 @@ def test_a_front_end_delays_the_first_step_of_a_request_and_not_its_arrival(fast
     assert waited.tolist() == pytest.approx([0.12] * 3)
 
 
+def test_requests_that_are_sent_at_once_enter_the_queue_one_after_another() -> None:
+    requests = spaced(3, 0.0)
+    log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 3), 0, 0.0, to_ns(5.0)))
+    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([5.0, 10.0, 15.0])
+
+
 def test_a_short_prompt_passes_a_long_one_in_the_front_end() -> None:
     requests = [request(0, 0.0, 500, 5), request(1, 0.001, 20, 5)]
     log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 2), 0, 1e6))

@@ -104,8 +104,8 @@ def test_a_front_end_before_the_queue_is_found_and_priced_in_the_time_to_first_t
     slow = replace(TRUE, frontend_request_us=9000.0)
     fit = fit_device(planted(slow), config(), first=40)
     known = {constant.key: constant for constant in fit.constants}
-    per_token = known["frontend_token_us"].value
-    assert known["frontend_request_us"].value + 475 * per_token == pytest.approx(9000, rel=0.15)
+    per_request = known["frontend_request_us"].value + known["frontend_turn_us"].value
+    assert per_request + 475 * known["frontend_token_us"].value == pytest.approx(9000, rel=0.15)
     assert fit.before.ttft_p50 < -0.3
     assert abs(fit.held_out.ttft_p50) < 0.04
 
