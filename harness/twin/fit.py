@@ -25,7 +25,7 @@ from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.workload.deployment import settings_text
 from traces.formats.pagetwin import write_jsonl
-from traces.trace import Trace
+from traces.trace import OPEN, Trace
 
 # Called after each simulation with how many there were and the cost so far.
 Progress = Callable[[int, float], None]
@@ -79,8 +79,9 @@ LINK_CONSTANTS = (
 FRONT_END_CONSTANTS = (
     Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
     Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
-    Constant("frontend_turn_us", 10_000.0, 0.0, 50_000.0, linear=True),
 )
+# Only a client that sends when answers end sends several requests at once, which take turns.
+TURN_CONSTANT = Constant("frontend_turn_us", 10_000.0, 0.0, 50_000.0, linear=True)
 
 _PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.
@@ -203,7 +204,7 @@ _AT_BOUND = 0.005  # of the bound
 
 def doubts(fit: Fit) -> list[str]:
     """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
-    known = CONSTANTS + LINK_CONSTANTS + FRONT_END_CONSTANTS
+    known = (*CONSTANTS, *LINK_CONSTANTS, *FRONT_END_CONSTANTS, TURN_CONSTANT)
     limits = {one.key: (one.high,) if one.linear else (one.low, one.high) for one in known}
     ends = [
         f"{one.key} = {one.value:.4g}"
@@ -269,7 +270,10 @@ def fit_schedule(
 def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
     """The constants about which a log of this configuration says anything."""
     links = LINK_CONSTANTS if config.device.tensor_parallel > 1 else ()
-    return CONSTANTS + links + (FRONT_END_CONSTANTS if log.requests.queued_s is None else ())
+    if log.requests.queued_s is not None:
+        return CONSTANTS + links
+    turns = () if log.workload.header.client == OPEN else (TURN_CONSTANT,)
+    return CONSTANTS + links + FRONT_END_CONSTANTS + turns
 
 
 class _Problem:
@@ -320,15 +324,16 @@ class _Problem:
         """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
         at_priors = _INSIDE * np.array([one.linear for one in self.constants], dtype=np.float64)
         keys = [one.key for one in self.constants]
+        if TURN_CONSTANT.key not in keys:
+            return at_priors
         places = []
-        for values in product(*(_STARTS[key] for key in _STARTS if key in keys)):
+        for values in product(*_STARTS.values()):
             place = at_priors.copy()
-            for key, value in zip(_STARTS, values, strict=False):
+            for key, value in zip(_STARTS, values, strict=True):
                 index = keys.index(key)
                 place[index] = (value - self._centre[index]) / self._spread[index]
             places.append(place)
-        costs = [float(each @ each) for each in map(self.residuals, places)] if len(places) > 1 else [0.0]
-        return places[int(np.argmin(costs))]
+        return min(places, key=lambda place: float(np.square(self.residuals(place)).sum()))
 
     def residuals(self, scaled: FloatArray) -> FloatArray:
         """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""

@@ -10,6 +10,7 @@ from harness.twin.configured import Configured
 from harness.twin.fit import (
     CONSTANTS,
     FRONT_END_CONSTANTS,
+    TURN_CONSTANT,
     Fit,
     constants_of_log,
     doubts,
@@ -104,8 +105,8 @@ def test_a_front_end_before_the_queue_is_found_and_priced_in_the_time_to_first_t
     slow = replace(TRUE, frontend_request_us=9000.0)
     fit = fit_device(planted(slow), config(), first=40)
     known = {constant.key: constant for constant in fit.constants}
-    per_request = known["frontend_request_us"].value + known["frontend_turn_us"].value
-    assert per_request + 475 * known["frontend_token_us"].value == pytest.approx(9000, rel=0.15)
+    per_token = known["frontend_token_us"].value
+    assert known["frontend_request_us"].value + 475 * per_token == pytest.approx(9000, rel=0.15)
     assert fit.before.ttft_p50 < -0.3
     assert abs(fit.held_out.ttft_p50) < 0.04
 
@@ -147,7 +148,7 @@ def test_the_times_of_requests_that_are_held_out_do_not_change_the_fit(fit: Fit)
 
 
 def test_the_record_calls_fitted_what_the_fit_moves_and_nothing_else() -> None:
-    assert set(FITTED) == {constant.key for constant in (*CONSTANTS, *FRONT_END_CONSTANTS)}
+    assert set(FITTED) == {constant.key for constant in (*CONSTANTS, *FRONT_END_CONSTANTS, TURN_CONSTANT)}
     moved = origins(replace(GPU, fitted_from="my log"))
     assert {key for key, words in moved.items() if "my log" in words} == set(FITTED)
 
