@@ -364,6 +364,10 @@ class DeviceConfig:
     frontend_token_us: float = 0.0
     frontend_turn_us: float = 0.0  # of a request alone, while the others wait: what one thread of it does
     fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
+    fits: str | None = None  # other values of them that the log allows, for bands: "key=value,value,…; key=…"
+    # Standard deviations of logarithms that no constants explain, by parts of the log: of steps, and of TTFT beside
+    step_spread: float = 0.0
+    ttft_spread: float = 0.0
 
 
 @dataclass

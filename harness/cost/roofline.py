@@ -419,6 +419,11 @@ step: fits to public logs of vLLM on RTX 4090 and RTX PRO 6000, widened to both 
 timings of all-reduces of two GPUs (AIConfigurator's tables), the lowest without direct access over PCIe.
 """
 
+ASSUMED_FRONT_END: Mapping[str, tuple[float, float]] = {
+    "frontend_request_us": (1000.0, 10_000.0),
+    "frontend_turn_us": (50.0, 1000.0),
+}
+"""The same of the server's front end, where a device prices one: time to first token of lone requests, less a step."""
 
 TIMED = ("a100_40gb", "a100_80gb", "h100", "h200")
 """Devices whose decode attention has constants from published timings of the same GPU."""

@@ -1,6 +1,6 @@
 """What the simulation says of a deployment: the times of each request and the engine's state, in the log's terms."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -9,6 +9,7 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.metrics.log import Outcome, RunLog
+from harness.point.bands import possible
 from harness.point.cost import cost_model
 from harness.twin.log import EngineLog, FloatArray, LoggedRequests, Timeseries, tpot_s
 from harness.workload.point import Point, resolve
@@ -80,6 +81,29 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
     Raises:
         ConfigError: a request of the log can never be served with these settings.
     """
+    built = point_of(config, workload)
+
+    def predict(device: DeviceConfig) -> PredictedRun:
+        return _prediction(replace(built, deployment=replace(built.deployment, device=device)))
+
+    return predict
+
+
+def others(config: RunConfig, workload: Trace) -> Iterator[PredictedRun]:
+    """The predictions of what the deployment may be as well, from which bands are made (`harness.point.bands`).
+
+    Raises:
+        ConfigError: as `predictor`.
+    """
+    return map(_prediction, possible(point_of(config, workload)))
+
+
+def point_of(config: RunConfig, workload: Trace) -> Point:
+    """The point that simulates the requests of `workload`.
+
+    Raises:
+        ConfigError: a request of the log can never be served with these settings.
+    """
     built = resolve(config, workload)
     if any(row.output_key is not None for row in workload.requests):
         cache = replace(built.deployment.cache, answers=True)
@@ -91,11 +115,7 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
             f"{missing} of {len(workload.requests)} requests of the log can never be served with these settings, but "
             "the engine served them; check cache.max_model_len, the pool and scheduler.max_batched_tokens",
         )
-
-    def predict(device: DeviceConfig) -> PredictedRun:
-        return _prediction(replace(built, deployment=replace(built.deployment, device=device)))
-
-    return predict
+    return built
 
 
 def _prediction(point: Point) -> PredictedRun:

@@ -25,10 +25,11 @@ import numpy as np
 
 from harness.config.schema import DeviceConfig
 from harness.twin.configured import Configured, configured
-from harness.twin.fit import CONSTANTS, LINK_CONSTANTS, Fit, fit_device
+from harness.twin.fit import Fit, fit_device
 from harness.twin.log import EngineLog
 from harness.twin.prediction import Errors, predictor
 from harness.twin.reading import read_engine_log
+from harness.twin.residuals import CONSTANTS, LINK_CONSTANTS
 from traces.trace import AFTER, CHAINED, OPEN, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 REQUESTS = 300

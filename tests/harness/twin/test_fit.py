@@ -7,20 +7,10 @@ from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.cost.roofline import FITTED, origins
 from harness.twin.configured import Configured
-from harness.twin.fit import (
-    CONSTANTS,
-    FRONT_END_CONSTANTS,
-    TURN_CONSTANT,
-    Fit,
-    constants_of_log,
-    doubts,
-    explains_nothing,
-    fit_device,
-    fit_schedule,
-    requests_to_fit,
-)
+from harness.twin.fit import Fit, doubts, explains_nothing, fit_device, fit_schedule, requests_to_fit
 from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, predictor
+from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
 from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest, revised
 

@@ -1,0 +1,173 @@
+"""The band of a predicted figure: nine of ten measured values should lie in it.
+
+`bands_of` gives one for any point, whatever of its deployment was changed: a what-if, a step of a search, a sweep. The
+point is simulated again with other constants that its device may have, each time with other steps by chance, and the
+figures' spread is the band. Where the constants may lie is known from
+
+* the log that the device was fitted to: fits to other draws of its requests (`device.fits`), and what no constants
+  explain of it, by parts of its time (`device.step_spread`, `device.ttft_spread`), or else
+* the ranges of what a device's description assumes (`harness.cost.roofline.ASSUMED`).
+
+A device without either (the CPU at hand, whose prices are measured) has no band, and none is said where seconds come
+from tables or a calibration, which other constants would not change.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, log, sqrt
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from harness.config.errors import ConfigError
+from harness.config.schema import CostKind, DeviceConfig, EngineDevice
+from harness.cost.roofline import ASSUMED, ASSUMED_FRONT_END
+from harness.metrics.log import FloatArray
+from harness.point.cost import cost_model, resolve_cost_kind
+from harness.workload.deployment import Deployment
+from harness.workload.point import Point
+from harness.workload.simulate import predict
+from traces.trace import Trace, revised
+
+DRAWS = 12
+COVERS = 0.9  # of measured values
+# Of a logarithm: what repeats of a run on one GPU differ by, and what any form of a step leaves.
+_REPEATS = {"tpot": 0.006, "ttft": 0.012}
+_OTHER_REPEATS = 0.01
+_DESCRIBED = 0.05  # the same where no log of the device was fitted: steps of another form than the roofline's
+_JITTER_S = 0.01  # how far an arrival may lie from where it was: about a step, by which chance decides
+_STEP_TIMES = (
+    *("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us", "link_latency_us"),
+)
+_STEP_RATES = ("bandwidth_gbs", "tflops", "link_gbs")
+
+
+@dataclass(frozen=True)
+class Band:
+    """The values between which nine of ten measured ones should lie, in the figure's own unit."""
+
+    low: float
+    high: float
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies in it, the ends included."""
+        return self.low <= value <= self.high
+
+    def shares(self, value: float) -> tuple[float, float]:
+        """Both ends as signed shares of `value`: (-0.05, 0.06) is from 5 % below to 6 % above it."""
+        return self.low / value - 1, self.high / value - 1
+
+
+def bands_of(point: Point, metrics: Mapping[str, float]) -> dict[str, Band]:
+    """The band of each of a prediction's metrics (`harness.metrics.METRICS`, in their units) that is above 0.
+
+    `metrics` are those of the point itself, which is simulated `DRAWS` times more. Empty where nothing is known of how
+    far the device's constants may be wrong.
+
+    Raises:
+        ConfigError: `device.fits` cannot be read.
+    """
+    drawn = [predict(other, cost_model(other.deployment), rows=False).metrics for other in possible(point)]
+    return bands(metrics, drawn, point.deployment.device)
+
+
+def bands(
+    values: Mapping[str, float], drawn: Sequence[Mapping[str, float]], device: DeviceConfig
+) -> dict[str, Band]:
+    """The band of each figure above 0, from its values in simulations of `possible` points, named as metrics are."""
+    found = {}
+    for name, value in values.items():
+        others = [one[name] for one in drawn if one.get(name, 0.0) > 0 and np.isfinite(one[name])]
+        if value > 0 and np.isfinite(value) and len(others) > 1:
+            found[name] = _band(name, value, np.log(np.array(others) / value), device)
+    return found
+
+
+def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
+    family = name.partition("_")[0]
+    left = device.ttft_spread if family == "ttft" else 0.0
+    left = left if device.fits is not None else _DESCRIBED
+    spread = sqrt(float(np.mean(errors**2)) + left**2 + _REPEATS.get(family, _OTHER_REPEATS) ** 2)
+    reach = float(stats.t.ppf(0.5 + COVERS / 2, len(errors) - 1)) * spread
+    return Band(value * exp(-reach), value * exp(reach))
+
+
+def possible(point: Point) -> Iterator[Point]:
+    """The point as it may be: with other constants of its device, and other arrivals by chance."""
+    deployment = point.deployment
+    for number, device in enumerate(possible_devices(deployment)):
+        trace = jittered(point.trace, number)
+        yield replace(point.of_trace(trace), deployment=replace(deployment, device=device))
+
+
+def possible_devices(deployment: Deployment) -> list[DeviceConfig]:
+    """The device with other constants that it may have; none where none are known, or prices do not follow them."""
+    device = deployment.device
+    if device.name == EngineDevice.cpu.value or resolve_cost_kind(deployment) is not CostKind.roofline:
+        return []
+    draw = stats.qmc.LatinHypercube(len(ASSUMED) + len(ASSUMED_FRONT_END) + 1, rng=7)
+    places = draw.random(DRAWS)
+    if device.fits is not None:
+        found = [replace(device, **values) for values in fits_of(device.fits)]
+        chances = np.resize(stats.norm.ppf(places[:, -1]), len(found))
+        return [
+            slower(one, exp(device.step_spread * chance)) for one, chance in zip(found, chances, strict=True)
+        ]
+    if device.fitted_from is not None:
+        return []
+    return [_drawn(device, place) for place in places]
+
+
+def _drawn(device: DeviceConfig, place: FloatArray) -> DeviceConfig:
+    """The device with each assumed constant at a place (0 to 1) between the ends of its range."""
+    ranges = {**ASSUMED, **ASSUMED_FRONT_END}
+    drawn: dict[str, Any] = {}
+    for (key, (low, high)), share in zip(ranges.items(), place, strict=False):
+        value = float(getattr(device, key))
+        if value > 0:
+            known = (log(min(low, value)), log(value), log(max(high, value)))
+            drawn[key] = exp(float(np.interp(share, (0.05, 0.5, 0.95), known)))
+    return replace(device, **drawn)
+
+
+def slower(device: DeviceConfig, factor: float) -> DeviceConfig:
+    """The device whose every step takes `factor` times as long."""
+    times = {name: getattr(device, name) * factor for name in _STEP_TIMES}
+    return replace(device, **times, **{name: getattr(device, name) / factor for name in _STEP_RATES})
+
+
+def jittered(trace: Trace, seed: int) -> Trace:
+    """The trace with arrivals moved by up to `_JITTER_S`, in the same order."""
+    moves = np.random.default_rng(seed).uniform(0, 1e6 * _JITTER_S, len(trace.requests))
+    at = np.maximum.accumulate(np.array([row.arrival_us for row in trace.requests]) + moves.astype(np.int64))
+    rows = tuple(revised(row, arrival_us=int(us)) for row, us in zip(trace.requests, at, strict=True))
+    return trace.changed(rows, f"arrivals moved by up to {1e3 * _JITTER_S:g} ms")
+
+
+def fits_text(fits: Iterable[Mapping[str, float]]) -> str:
+    """Several fits as text: `key=value,value,…; key=…`, one value of each."""
+    rows = list(fits)
+    return "; ".join(f"{key}={','.join(f'{row[key]:.5g}' for row in rows)}" for key in rows[0])
+
+
+def fits_of(text: str) -> list[dict[str, Any]]:
+    """The fits in a text of `fits_text`.
+
+    Raises:
+        ConfigError: it is none; names `device.fits`.
+    """
+    columns: dict[str, list[float]] = {}
+    try:
+        for part in text.split(";"):
+            key, _, values = part.strip().partition("=")
+            if not isinstance(getattr(DeviceConfig, key), float):
+                raise ValueError
+            columns[key] = [float(value) for value in values.split(",")]
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            "device.fits",
+            f"found {text[:60]!r}…, must be 'key=value,value,…; key=…' with constants of a device and as many values "
+            "of each, as calibrate --from-log writes it; null: no band is known",
+        ) from error

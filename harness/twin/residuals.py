@@ -1,0 +1,247 @@
+"""How far a simulation is from a log, as residuals over the constants of a device that a log can teach.
+
+The constants are those of the roofline's expected value: shares of the datasheet's rates, and fixed times, and those of
+the server's front end. One log cannot tell all of them apart (a plain least-squares fit puts the weights' time into the
+constant of a step), so each has bounds and a weak prior: the value that the device's description gives, with a spread
+on the logarithm.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+
+from harness.config.errors import UserError
+from harness.config.schema import DeviceConfig, RunConfig
+from harness.twin.log import EngineLog, FloatArray, IntArray
+from harness.twin.prediction import predictor
+from traces.trace import OPEN
+
+# Called after each simulation with how many there were and the cost so far.
+Progress = Callable[[int, float], None]
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
+
+    `centre` replaces the description's value where that is 0, which has no logarithm. With `linear` the spread is that
+    of the value itself, which may be 0.
+    """
+
+    key: str
+    spread: float
+    low: float
+    high: float
+    centre: float = 0.0
+    linear: bool = False
+
+    def scale(self, value: float) -> float:
+        """The value on the axis on which the prior's spread is measured."""
+        return value if self.linear else float(np.log(value))
+
+    def value(self, scaled: float) -> float:
+        """The value at a place of that axis, within the bounds."""
+        return min(max(scaled if self.linear else float(np.exp(scaled)), self.low), self.high)
+
+    def prior(self, device: DeviceConfig) -> float:
+        """The value that the description gives, inside the bounds."""
+        value = float(getattr(device, self.key)) or self.centre
+        return min(max(value, self.low * 1.001), self.high * 0.999)
+
+
+CONSTANTS = (
+    Constant("bandwidth_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("kv_efficiency", 0.1, 0.4, 1.0, 0.85),
+    Constant("compute_efficiency", 0.25, 0.15, 1.0, 0.6),
+    Constant("attention_efficiency", 0.25, 0.1, 1.0, 0.5),
+    Constant("step_overhead_us", 0.7, 30.0, 20_000.0, 500.0),
+    Constant("layer_overhead_us", 0.5, 0.5, 200.0, 8.0),
+    Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
+)
+# Only a log of several devices says anything about their link.
+LINK_CONSTANTS = (
+    Constant("link_efficiency", 0.5, 0.02, 1.0, 0.5),
+    Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
+)
+
+# Only a log of clients, whose requests come before the server's front end, says anything about that.
+FRONT_END_CONSTANTS = (
+    Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
+    Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
+)
+# Only a client that sends when answers end sends several requests at once, which take turns.
+TURN_CONSTANT = Constant("frontend_turn_us", 10_000.0, 0.0, 50_000.0, linear=True)
+
+PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
+# More requests than this do not make the fit surer: what is left is the form's error, not noise.
+_EFFECTIVE = 75
+# Of a logarithm; beyond it a request counts by its distance alone.
+_TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
+_STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
+_LINEAR_STEP = 0.05  # the same of a constant whose spread is wide beside what it may be
+_EXPLAINS = 0.99  # of the cost without it: a front end that lowers it by less is none
+INSIDE = 0.025  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
+# Microseconds of a front end from which a search may begin: its time to first token goes in steps, not in slopes.
+_STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (100.0, 300.0, 1000.0)}
+
+
+def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
+    """The constants about which a log of this configuration says anything."""
+    links = LINK_CONSTANTS if config.device.tensor_parallel > 1 else ()
+    if log.requests.queued_s is not None:
+        return CONSTANTS + links
+    turns = () if log.workload.header.client == OPEN else (TURN_CONSTANT,)
+    return CONSTANTS + links + FRONT_END_CONSTANTS + turns
+
+
+class Residuals:
+    """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
+
+    def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
+        self._base = config.device
+        self.constants = constants_of_log(log, config)
+        self._spread = np.array([one.spread for one in self.constants])
+        self._centre = np.array([one.scale(one.prior(config.device)) for one in self.constants])
+        ends = np.array([(one.scale(one.low), one.scale(one.high)) for one in self.constants]).T
+        self.scaled_low, self.scaled_high = (ends - self._centre) / self._spread
+        self._measured = log.requests.take(slice(0, first))
+        last_s = float(self._measured.last_token_s.max())
+        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
+        # of them where it is served sooner.
+        entered = int((log.requests.entered_s <= last_s).sum()) + (
+            log.workload.header.client.max_in_flight or 0
+        )
+        rows = log.workload.requests[:entered]
+        part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
+        self._predict = predictor(config, part)
+        tpot = self._measured.tpot_s
+        # An engine that gives all tokens at once leaves 0 between them, which has no logarithm.
+        self._several = np.nan_to_num(tpot) > 0
+        if self._several.any():
+            self._floor_s = float(np.median(tpot[self._several]))
+        else:
+            self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
+        if self._floor_s <= 0:
+            raise UserError(
+                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
+                "the log has no durations that a fit could learn from"
+            )
+        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
+        self._known: dict[bytes, tuple[FloatArray, FloatArray]] = {}
+        self._progress = progress
+        self.simulations = 0
+
+    def device(self, scaled: FloatArray) -> DeviceConfig:
+        """The device at a place of the search."""
+        found = replace(self._base)
+        for constant, place in zip(self.constants, self._centre + scaled * self._spread, strict=True):
+            setattr(found, constant.key, constant.value(float(place)))
+        return found
+
+    def start(self) -> FloatArray:
+        """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
+        at_priors = INSIDE * np.array([one.linear for one in self.constants], dtype=np.float64)
+        keys = [one.key for one in self.constants]
+        if TURN_CONSTANT.key not in keys:
+            return at_priors
+        places = []
+        for values in product(*_STARTS.values()):
+            place = at_priors.copy()
+            for key, value in zip(_STARTS, values, strict=True):
+                index = keys.index(key)
+                place[index] = (value - self._centre[index]) / self._spread[index]
+            places.append(place)
+        return min(places, key=lambda place: float(np.square(self.residuals(place)).sum()))
+
+    def residuals(self, scaled: FloatArray) -> FloatArray:
+        """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""
+        return np.concatenate([self.misfits(scaled), PRIOR_WEIGHT * scaled])
+
+    def misfits(self, scaled: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+        """The residuals without those of the priors; `weights` says how often each request counts, None once."""
+        tpot, ttft = self.errors(scaled)
+        weights = np.ones(len(ttft)) if weights is None else weights
+        found = []
+        for errors, tolerance, chosen in (
+            (tpot, _TPOT_TOLERANCE, self._several),
+            (ttft, _TTFT_TOLERANCE, np.ones(len(ttft), bool)),
+        ):
+            by_prompt = np.argsort(self._measured.prompt_tokens[chosen], kind="stable")
+            robust = _robust(errors[chosen], tolerance)
+            orders = (np.arange(len(robust)), by_prompt)
+            found += [np.sqrt(0.5) * _grouped(robust, weights[chosen], order) for order in orders]
+        residuals: FloatArray = self._weight * np.concatenate(found)
+        return residuals
+
+    def errors(self, scaled: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Logarithms of predicted over measured TPOT (nan without) and TTFT of each request."""
+        key = scaled.tobytes()
+        if key not in self._known:
+            predicted = self._predict(self.device(scaled))
+            self.simulations += 1
+            count, several = len(self._measured), self._several
+            tpot = np.full(count, np.nan)
+            tpot[several] = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
+            floor = self._floor_s
+            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
+            self._known[key] = (tpot, ttft)
+            if self._progress:
+                residuals = self.residuals(scaled)
+                self._progress(self.simulations, 0.5 * float(residuals @ residuals))
+        return self._known[key]
+
+    def residuals_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`residuals` at a place relative to `start`."""
+        return self.residuals(start + moved)
+
+    def jacobian_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
+        """`jacobian` at a place relative to `start`."""
+        return self.jacobian(start + moved)
+
+    def jacobian(self, scaled: FloatArray) -> FloatArray:
+        """Differences over a fifth of a spread: a simulation is a step function of its constants."""
+        return np.vstack([self.slopes(scaled), PRIOR_WEIGHT * np.eye(len(scaled))])
+
+    def slopes(self, scaled: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+        """The derivatives of `misfits`."""
+        here = self.misfits(scaled, weights)
+        columns = np.empty((len(here), len(scaled)))
+        for i in range(len(scaled)):
+            step = _LINEAR_STEP if self.constants[i].linear else _STEP
+            step = step if scaled[i] + step < self.scaled_high[i] else -step
+            moved = scaled.copy()
+            moved[i] += step
+            columns[:, i] = (self.misfits(moved, weights) - here) / step
+        return columns
+
+    def without_idle(self, scaled: FloatArray) -> FloatArray:
+        """The place with 0 for what is linear, where that explains the log as well."""
+        none = np.where([one.linear for one in self.constants], self.scaled_low, scaled)
+        costs = [float(each @ each) for each in (self.residuals(scaled), self.residuals(none))]
+        return none if costs[1] * _EXPLAINS <= costs[0] else scaled
+
+
+_GROUP = 8  # requests
+
+
+def _grouped(errors: FloatArray, weights: FloatArray, order: IntArray) -> FloatArray:
+    """Means of neighbours in an order, each as heavy as its requests are together.
+
+    When a request arrives within a step is chance for a device whose steps are a little longer or shorter. Means have
+    little of that, which a search would take for slopes.
+    """
+    if not len(errors):
+        return errors
+    starts = [group[0] for group in np.array_split(np.arange(len(errors)), max(1, len(errors) // _GROUP))]
+    weighed = np.add.reduceat((weights * errors)[order], starts)
+    found: FloatArray = weighed / np.sqrt(np.maximum(np.add.reduceat(weights[order], starts), 1e-9))
+    return found
+
+
+def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
+    """Residuals whose squares grow linearly beyond the tolerance (pseudo-Huber), with the errors' signs."""
+    loss = np.sqrt(1 + (errors / tolerance) ** 2) - 1
+    rooted: FloatArray = np.sign(errors) * np.sqrt(2 * loss)
+    return rooted
