@@ -5,7 +5,7 @@ generates a trace with chosen or calibrated sharing.
 """
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
 from harness.console import say
@@ -134,9 +134,7 @@ def run_scale(flags: argparse.Namespace) -> int:
 
 def add_synth(actions: "Actions") -> None:
     """Describe `synth`."""
-    usage = "synth GENERATOR [--sharing MODEL --share S | --sharing MODEL --like TRACE] --out FILE"
-    more = "--like finds the share and popularity whose hit-ratio curve is nearest to that of a trace."
-    parser = describe(actions, "synth", "generate a trace", usage, more)
+    parser = describe(actions, "synth", "generate a trace", "synth GENERATOR [--sharing MODEL] --out FILE")
     add = parser.add_argument
     add("table", metavar="GENERATOR", help="whose lengths; 'trace ls' lists them")
     add("--requests", type=int, default=1000, metavar="N", help="default: 1,000")
@@ -146,37 +144,25 @@ def add_synth(actions: "Actions") -> None:
     add("--share", type=float, default=0.5, help="about so much of each prompt; default: 0.5")
     add("--count", type=int, default=16, help="shared texts; default: 16")
     add("--zipf", type=float, default=1.0, help="exponent of their popularity; default: 1")
-    add("--like", metavar="TRACE", help="calibrate the sharing to this trace's hit-ratio curve")
     add_output(parser)
 
 
 @user_errors_explained
 def run_synth(flags: argparse.Namespace) -> int:
     """Generate a trace, write it, and print the result of its calibration."""
-    from traces.synth.generator import calibrated_trace, generate_trace
+    from traces.synth.generator import generate_trace
     from traces.synth.tables import PrefixSharing
 
     path = checked_output(flags.out, flags.overwrite)
-    if flags.like and not flags.sharing:
-        raise UserError(f"--like needs --sharing: one of {', '.join(_MODELS)}")
-    arrivals = chosen_arrivals(flags)
-    drawn: dict[str, Any] = {"num_requests": flags.requests, "seed": flags.seed, "arrivals": arrivals}
-    if flags.like:
-        target = chosen_trace(_reading(flags))
-        trace = calibrated_trace(flags.table, target, flags.sharing, **drawn)
-    else:
-        sharing = (
-            PrefixSharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
-        )
-        trace = generate_trace(flags.table, sharing=sharing, **drawn)
+    sharing = PrefixSharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
+    trace = generate_trace(
+        flags.table,
+        num_requests=flags.requests,
+        seed=flags.seed,
+        arrivals=chosen_arrivals(flags),
+        sharing=sharing,
+    )
     write_trace(trace, path)
     for name, value in trace.header.calibration.items():
         say(f"  {name}: {value}")
     return 0
-
-
-def _reading(flags: argparse.Namespace) -> argparse.Namespace:
-    """Options that read the trace of `--like` completely and unchanged."""
-    plain = {"format": "auto", "requests": None, "seed": flags.seed, "ticks": "keep", "on_error": "stop"}
-    more = {"sort": False, "tokenizer": None, "arrivals": None, "rate": 1.0, "shape": 0.5}
-    return argparse.Namespace(trace=flags.like, **plain, **more)

@@ -258,7 +258,6 @@ COMMANDS: tuple[Command, ...] = (
         f"trace scale {_AZURE} --to-rate -1 --out x.jsonl",
         "trace synth nonsense --out x.jsonl",
         "trace synth azure_conv --share 2 --sharing tree --out x.jsonl",
-        "trace synth azure_conv --like chat --out x.jsonl",
         "trace synth azure_conv --arrivals sometimes --out x.jsonl",
         f"trace validate {INPUTS}/checkpoint/config.json",
     ),

@@ -7,10 +7,6 @@ unless a sharing model is given.
 The generator `chat` makes conversations from the table `chat_turns`: the prompt of a turn is all earlier questions and
 answers, and then a new question. A later turn waits for the answer and a pause. `output_key` is the key of the answer
 in the next prompt.
-
-`calibrated_trace` shares prefixes like a given trace: its hit-ratio curve is the nearest one found. For each of a few
-Zipf exponents and numbers of texts, a search finds the share of the prompt that gives the hit ratio of the given trace.
-The combination whose whole curve is nearest is kept.
 """
 
 import hashlib
@@ -27,10 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from traces.analysis.reuse import ReuseProfile, reuse_profile
 from traces.arrivals import FIRST_KEY, ArrivalProcess, uniform
 from traces.errors import ParameterError
-from traces.reshape import take
 from traces.synth.tables import (
     TABLES,
     CalibrationTable,
@@ -285,93 +279,3 @@ def _header(
         licence=licence,
         calibration=quality,
     )
-
-
-_EXPONENTS = (0.0, 0.8, 1.4)
-_COUNTS = (8, 64)
-_STEPS = 7  # halvings of the interval of shares: the result is within 0.01
-_BLOCK = 16
-_POINTS = 12
-
-
-def calibrated_trace(
-    table: str,
-    target: Trace,
-    model: str,
-    *,
-    num_requests: int,
-    seed: int,
-    arrivals: ArrivalProcess | None = None,
-) -> Trace:
-    """A generated trace that shares like `target`. Its header says how close it is.
-
-    For each combination the share is found by bisection, so that the ideal hit ratio equals that of the target's first
-    `num_requests` requests. The combination whose whole curve is nearest is kept. Raises ParameterError if the target
-    shares nothing.
-    """
-    target = take(target, num_requests)
-    wanted = reuse_profile(target, _BLOCK)
-    if not wanted.distance.size:
-        raise ParameterError("like", f"{target.header.name} shares no prefix; nothing to calibrate to")
-    # capacities from a thousandth of all distinct blocks to all of them
-    tokens = wanted.distinct_blocks * _BLOCK
-    capacities = np.geomspace(max(tokens / 1000, _BLOCK), tokens, _POINTS).tolist()
-    best: tuple[float, PrefixSharing, Trace, ReuseProfile] | None = None
-    for count in _COUNTS:
-        for zipf in _EXPONENTS:
-            sharing, trace, profile = _nearest(
-                PrefixSharing(model, 0.5, count, zipf), wanted, table, len(target.requests), seed, arrivals
-            )
-            pairs = zip(profile.curve(capacities), wanted.curve(capacities), strict=True)
-            error = sqrt(sum((one - other) ** 2 for one, other in pairs) / len(capacities))
-            if best is None or error < best[0]:
-                best = error, sharing, trace, profile
-    assert best is not None  # both lists have entries
-    return _with_quality(best[2], target, wanted, best[3], best[0])
-
-
-def _nearest(
-    sharing: PrefixSharing,
-    wanted: ReuseProfile,
-    table: str,
-    count: int,
-    seed: int,
-    arrivals: ArrivalProcess | None,
-) -> tuple[PrefixSharing, Trace, ReuseProfile]:
-    low, high = 0.0, 1.0
-    goal = wanted.hit_ratio(float("inf"))
-    for _ in range(_STEPS):
-        sharing = replace(sharing, share=(low + high) / 2)
-        trace = generate_trace(table, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
-        profile = reuse_profile(trace, _BLOCK)
-        if profile.hit_ratio(float("inf")) < goal:
-            low = sharing.share
-        else:
-            high = sharing.share
-    return sharing, trace, profile
-
-
-def _with_quality(
-    trace: Trace, target: Trace, wanted: ReuseProfile, found: ReuseProfile, error: float
-) -> Trace:
-    sides = {}
-    for side in ("prompt_tokens", "output_tokens"):
-        drawn, recorded = ([getattr(one, side) for one in both.requests] for both in (trace, target))
-        sides[f"{side}_ks_to_target"] = round(ks_distance(np.array(drawn), np.array(recorded)), 4)
-    unlimited = float("inf")
-    stated: dict[str, float | str] = {
-        **trace.header.calibration,
-        "sharing_calibrated_on": f"{target.header.name}, {len(target.requests):,} requests, blocks of {_BLOCK} tokens",
-        "target_hit_ratio": round(wanted.hit_ratio(unlimited), 4),
-        "hit_ratio_error": round(found.hit_ratio(unlimited) - wanted.hit_ratio(unlimited), 4),
-        "hit_curve_rms_error": round(error, 4),
-        **sides,
-    }
-    return replace(trace, header=replace(trace.header, calibration=stated))
-
-
-def ks_distance(first: npt.NDArray[np.int64], second: npt.NDArray[np.int64]) -> float:
-    """The largest distance between two empirical distribution functions (Kolmogorov-Smirnov)."""
-    points = np.union1d(first, second)
-    shares = [np.searchsorted(np.sort(side), points, "right") / len(side) for side in (first, second)]
-    return float(np.abs(shares[0] - shares[1]).max())
