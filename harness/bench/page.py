@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.bench.results import Problem, ProblemKind, Timing, TimingRow, ceilings_of, read_problems, rows_of
+from harness.bench.results import Problem, ProblemKind, TimingRow, read_problems
 from harness.cost.timings import COLUMNS, OURS, Ceilings, KernelRun, KernelRunError, MadeOn, read_run
 from harness.report.page import ExtraSection, SectionMaker, in_page
 from harness.report.study import Study
@@ -122,8 +122,16 @@ def _ratio(row: Any) -> str:
     return f"{ratio:.2f} ×" if ratio == ratio and ratio is not None else f"{row['median_us']:,.1f} µs"
 
 
+def printed(table: "pd.DataFrame") -> str:
+    """The same for the console: a line a case."""
+    import pandas as pd
+
+    return pd.DataFrame(list(case_rows(table)), columns=case_head(table)).to_string(index=False)
+
+
 def write_run(
-    timings: Sequence[Timing],
+    table: "pd.DataFrame",
+    limits: Ceilings,
     problems: Sequence[Problem],
     absent: Mapping[str, str],
     facts: MadeOn,
@@ -133,16 +141,15 @@ def write_run(
     from harness.bench.figures import pictures
     from harness.report.style import style
 
-    table = table_of(rows_of(timings), facts)
     files: dict[str, bytes] = {}
     with style():
-        drawn = list(pictures(table, ceilings_of(timings)))
+        drawn = list(pictures(table, limits))
         for picture in drawn:
             if isinstance(picture, Drawing):
                 files |= drawing_files(picture, digits=6)
     write_files(out / "figures", files)
     svgs = {name.removesuffix(".svg"): data for name, data in files.items() if name.endswith(".svg")}
-    page = build_page(table, ceilings_of(timings), drawn, svgs, problems, absent, facts)
+    page = build_page(table, limits, drawn, svgs, problems, absent, facts)
     tables = {"kernels.csv": csv_bytes(table, digits=6), "kernels.parquet": table.to_parquet(index=False)}
     write_files(out, {**tables, "index.html": page.encode()})
     return out / "index.html"

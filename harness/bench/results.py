@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
@@ -223,11 +223,11 @@ def ceilings_of(timings: Iterable[Timing]) -> Ceilings:
     )
 
 
-def rows_of(timings: Sequence[Timing], ours: str = OURS) -> list[TimingRow]:
+def rows_of(timings: Sequence[Timing]) -> list[TimingRow]:
     """A row for every timed case and provider, in the order of the run."""
     limits = ceilings_of(timings)
     timed = [one for one in timings if one.group != "ceiling"]
-    mine = {one.group: one.median_s for one in timed if one.extra["provider"] == ours}
+    mine = {one.group: one.median_s for one in timed if one.extra["provider"] == OURS}
     return [_row(one, limits, mine) for one in timed]
 
 
@@ -255,33 +255,3 @@ def _row(one: Timing, limits: Ceilings, mine: Mapping[str | None, float]) -> Tim
         flat_bytes=one.extra["flat_bytes"],
         against_ours=one.median_s / own if own else None,
     )
-
-
-def table_lines(rows: Sequence[TimingRow]) -> Iterator[str]:
-    """A line per case: our time and speed, then every other provider's time over ours."""
-    others = [name for name in dict.fromkeys(row.provider for row in rows) if name != OURS]
-    width = max((len(row.case.name) for row in rows), default=4)
-    titles = ("µs", "±", "GB/s", "TFLOP/s", "copy", "read", "matmul")
-    heads = [*(f"{title:>9}" for title in titles), *(f"{name:>18}" for name in others)]
-    yield f"{'case':<{width}} {''.join(heads)}"
-    by_case: dict[str, dict[str, TimingRow]] = {}
-    for row in rows:
-        by_case.setdefault(row.case.name, {})[row.provider] = row
-    for name, found in by_case.items():
-        ratios = "".join(_ratio(found.get(other)) for other in others)
-        yield f"{name:<{width}} {_figures(found.get(OURS))}{ratios}"
-
-
-def _figures(row: TimingRow | None) -> str:
-    if row is None:
-        return f"{'–':>9}" * 7
-    shares = "".join(f"{share:>9.0%}" for share in (row.copy_share, row.read_share, row.matmul_share))
-    return f"{row.median_us:>9.1f}{row.spread:>9.1%}{row.gbytes_s:>9.1f}{row.tflop_s:>9.3g}{shares}"
-
-
-def _ratio(row: TimingRow | None) -> str:
-    if row is None:
-        return f"{'–':>18}"
-    if row.against_ours is None:
-        return f"{row.median_us:>15.1f} µs"
-    return f"{row.against_ours:>17.2f}×"

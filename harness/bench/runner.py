@@ -19,7 +19,7 @@ CLOCK = "harness.bench.calls.seconds"
 
 def run_cases(cases: Sequence[KernelCase], flags: argparse.Namespace) -> int:
     """Time the cases and write everything to the folder `flags.out`; returns the exit code."""
-    from harness.bench.page import write_run
+    from harness.bench.page import printed, table_of, write_run
 
     for wrong in check_out(flags.out):
         raise UserError(f"--out {flags.out}: {wrong}")
@@ -42,12 +42,12 @@ def run_cases(cases: Sequence[KernelCase], flags: argparse.Namespace) -> int:
     }
     timings = results.run_session(TIMINGS, settings, out / "kernels.json", timer=CLOCK)
     problems = results.read_problems(notes)
-    for line in results.table_lines(results.rows_of(timings)):
-        say(line)
-    for line in legend(device, providers):
+    limits, made_on = results.ceilings_of(timings), results.made_on(device, flags.threads)
+    table = table_of(results.rows_of(timings), made_on)
+    for line in (printed(table), *legend(device, providers)):
         say(line)
     _say_problems(problems)
-    say(f"written: {write_run(timings, problems, absent, results.made_on(device, flags.threads), out)}")
+    say(f"written: {write_run(table, limits, problems, absent, made_on, out)}")
     return int(
         any(one.provider == OURS and one.kind is not results.ProblemKind.unsupported for one in problems)
     )
@@ -56,8 +56,8 @@ def run_cases(cases: Sequence[KernelCase], flags: argparse.Namespace) -> int:
 def legend(device: str, providers: Sequence[str]) -> list[str]:
     """What the columns of the table mean, and which of them the engine runs on this device."""
     lines = [
-        "µs, ±: our median time of a call and the spread of rounds. copy, read: share of the bandwidth that a copy "
-        "and a read of memory reach in this run. matmul: share of the speed of a matrix product.",
+        "µs, ±: our median time of a call and the spread of rounds. of copy, of read: share of the bandwidth that a "
+        "copy and a read of memory reach in this run. of matmul: share of the speed of a matrix product.",
     ]
     others = [name for name in providers if name != OURS]
     if others:

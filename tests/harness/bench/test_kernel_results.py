@@ -14,7 +14,6 @@ from harness.bench.results import (
     note,
     read_problems,
     rows_of,
-    table_lines,
 )
 from harness.cost.timings import Ceilings, KernelRunError, MadeOn, read_run
 
@@ -79,17 +78,21 @@ def test_a_row_gives_speed_share_and_ratio() -> None:
     assert row.spread == pytest.approx(5 / 600)
 
 
-def test_the_printed_table_has_a_line_a_case_and_a_column_a_provider() -> None:
-    head, *body = table_lines(rows_of(TIMINGS))
+def test_the_printed_table_has_a_line_a_case_and_a_column_a_provider(table: Any) -> None:
+    from harness.bench.page import printed
+
+    head, *body = printed(table).splitlines()
     assert head.split()[-3:] == ["contiguous", "gather", "cascade"]
     assert len(body) == 3
     assert body[0].split()[1] == "150.0"
-    assert "4.00×" in body[0]
+    assert "4.00 ×" in body[0]
 
 
 def test_a_case_that_we_did_not_serve_still_shows_the_others() -> None:
-    lines = list(table_lines(rows_of([*CEILINGS, timing(PAGED16, "gather", 595, 600, 605)])))
-    assert "600.0 µs" in lines[1]
+    from harness.bench.page import printed, table_of
+
+    rows = rows_of([*CEILINGS, timing(PAGED16, "gather", 595, 600, 605)])
+    assert "600.0 µs" in printed(table_of(rows, MADE_ON)).splitlines()[1]
 
 
 def test_the_table_has_exactly_the_documented_columns(table: Any) -> None:
@@ -148,14 +151,15 @@ def test_a_figure_without_data_says_why() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from harness.bench.page import write_run
+    from harness.bench.page import table_of, write_run
 
     problems = [
         Problem(PAGED16.name, "flex", ProblemKind.unsupported, "no <block> of 16"),
         Problem(PAGED16.name, "mine", ProblemKind.wrong, "relative error 0.5"),
     ]
     folder = tmp_path_factory.mktemp("kernels")
-    write_run(TIMINGS, problems, {"flashinfer": "not installed"}, MADE_ON, folder)
+    rows = table_of(rows_of(TIMINGS), MADE_ON)
+    write_run(rows, ceilings_of(TIMINGS), problems, {"flashinfer": "not installed"}, MADE_ON, folder)
     return folder
 
 
