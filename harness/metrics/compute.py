@@ -66,11 +66,9 @@ class Samples(Protocol):
 
     def mean(self) -> float | None:
         """Their mean; None where there is none."""
-        ...
 
     def quantiles(self, levels: FloatArray) -> FloatArray:
         """Their quantiles at `levels` (0 to 1); at least one sample must have weight."""
-        ...
 
 
 class ExactSamples:

@@ -62,19 +62,15 @@ class Arrivals(Protocol):
 
     def next_ns(self) -> int | None:
         """When the next request arrives, as far as is known now. None: after the end of another request, or never."""
-        ...
 
     def take(self, now_ns: int) -> list[TimedRequest]:
         """The requests that have arrived by now, in order of arrival; equal times keep their order."""
-        ...
 
     def ended(self, request_id: int, now_ns: int) -> None:
         """A request finished, or was rejected."""
-        ...
 
     def left(self) -> list[Request]:
         """The requests that have not arrived; called once, when the replay is over."""
-        ...
 
 
 class OpenLoop:
@@ -289,11 +285,9 @@ class Resubmitter(Protocol):
 
     def begin(self, request: Request) -> Sequence[Request]:
         """The requests that are sent in the place of `request`; its id may be one of theirs."""
-        ...
 
     def go_on(self, request_id: int) -> Sequence[Request]:
         """All that was sent for this request has ended: what is sent next, nothing at its end."""
-        ...
 
 
 class Resubmitting:

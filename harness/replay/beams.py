@@ -21,7 +21,6 @@ class Genealogy(Protocol):
 
     def parents(self, request_id: int, generated: int, width: int) -> list[int]:
         """Parent of each hypothesis when the request chooses its token number `generated` (from 1)."""
-        ...
 
 
 class BeamGenealogy:

@@ -49,11 +49,9 @@ class CostModel(Protocol):
     @property
     def source(self) -> CostSource:
         """The source of its numbers."""
-        ...
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Price steps with `features` in the order of FEATURES."""
-        ...
 
 
 @dataclass(frozen=True)

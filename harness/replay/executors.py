@@ -44,7 +44,6 @@ class Executor(Protocol):
 
     def begin(self) -> None:
         """A step begins: the scheduler is called next."""
-        ...
 
     def unclocked(self, look: Callable[[], None]) -> None:
         """Somebody looks at the step before it is executed: call `look`."""
@@ -52,11 +51,9 @@ class Executor(Protocol):
 
     def execute(self, plan: StepPlan, horizon_ns: int | None) -> StepResult:
         """Run the plan. It must not run steps that start `horizon_ns` or more from now: a request arrives then."""
-        ...
 
     def end(self) -> StepTiming:
         """The step is committed: how long it took."""
-        ...
 
 
 class SimulatedExecutor(Executor):

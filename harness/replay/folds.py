@@ -43,7 +43,6 @@ class TimedGrid(Protocol):
 
     def at(self, across: Amount, along: Amount, /) -> Amount:
         """Seconds at each place; NaN outside of the grid."""
-        ...
 
 
 class GridHull(dict[str, tuple[float, float]]):
@@ -152,19 +151,15 @@ class Fold(Protocol):
 
     def add_steps(self, steps: Mapping[str, Column]) -> None:
         """The next steps, columns as in `RunLog.steps`."""
-        ...
 
     def add_gaps(self, seconds: FloatArray, weights: FloatArray) -> None:
         """Gaps between tokens; each stands for its weight of equal gaps."""
-        ...
 
     def add_requests(self, table: Mapping[str, Column]) -> None:
         """The next requests that ended, in order of arrival; columns as in `RunLog.requests`."""
-        ...
 
     def close(self, span_s: float) -> None:
         """The run is over; the last step ended at `span_s`."""
-        ...
 
 
 class KeptLog:
