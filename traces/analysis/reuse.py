@@ -28,7 +28,7 @@ from heapq import heappop, heappush
 import numpy as np
 import numpy.typing as npt
 
-from traces.trace import Segment, Trace, TraceRequest
+from traces.trace import Segment, Trace
 
 _MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
@@ -49,10 +49,10 @@ class PrefixTree:
         self._longest: dict[tuple[int, int], int] = {}  # (node, key) -> tokens of the longest segment seen
         self._children: dict[tuple[int, int, int], int] = {}  # (node, key, tokens) -> node
 
-    def seen_tokens(self, request: TraceRequest) -> int:
-        """Leading prompt tokens that an earlier prompt began with. Then remembers this prompt."""
+    def seen_tokens(self, prompt: Iterable[Segment]) -> int:
+        """Leading tokens of a prompt that an earlier one began with. Then remembers this prompt."""
         node, seen = 0, 0
-        for key, tokens in request.segments:
+        for key, tokens in prompt:
             if key is None:
                 break
             known = self._longest.get((node, key), 0)
@@ -66,7 +66,7 @@ class PrefixTree:
 def shared_prefix_tokens(trace: Trace) -> list[int]:
     """For each request, the leading prompt tokens that it shares with some earlier request of the trace."""
     tree = PrefixTree()
-    return [tree.seen_tokens(request) for request in trace.requests]
+    return [tree.seen_tokens(request.segments) for request in trace.requests]
 
 
 def realised_prefix_share(trace: Trace) -> float:
