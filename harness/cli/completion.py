@@ -75,11 +75,11 @@ def _values(key: str) -> tuple[str, ...]:
     """The values of a key that can be listed: options of a group, members of an enumeration, true and false."""
     from enum import StrEnum
 
-    from harness.config.groups import EXPERIMENTS, experiments, groups
+    from harness.config.groups import EXPERIMENTS, groups, options
     from harness.config.overrides import config_keys
 
     if key == EXPERIMENTS:
-        return experiments()
+        return options(EXPERIMENTS)
     if key in groups():
         return groups()[key]
     found = config_keys().get(key)

@@ -154,12 +154,12 @@ def _add_reproduce(parser: argparse.ArgumentParser) -> None:
 
 def _run_reproduce(arguments: Arguments) -> int:
     """List, or run what is left and write figures and page; returns the exit code."""
-    from harness.config.groups import list_options, reproductions
+    from harness.config.groups import REPRODUCE, list_options, options
     from harness.papers.reproduce import experiment
 
     flags = arguments.flags
     out, runs = out_folder(flags.out), out_folder(flags.runs, "--runs")
-    chosen = [experiment(name) for name in flags.figure or reproductions()]
+    chosen = [experiment(name) for name in flags.figure or options(REPRODUCE)]
     if flags.list:
         say(list_options("reproduce"))
         return 0
@@ -172,7 +172,7 @@ def _run_reproduce(arguments: Arguments) -> int:
         for number, found in enumerate(chosen, start=1):
             remark(f"[{number}/{len(chosen)}] {found.figure}: {found.title}")
             result = run_experiment(found, runs, point, remark)
-            page = write_results([result], out, reproductions())
+            page = write_results([result], out, options(REPRODUCE))
             say(f"{found.name}: {result.verdict}")
     say(str(page))
     return 0

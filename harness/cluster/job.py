@@ -74,19 +74,25 @@ class CheckedRunner:
         return self.runner(config, progress=progress)
 
 
-@dataclass
-class GroupOfPoints:
-    """The points of one task, run one after the other, or `workers` at once if they are simulation-only."""
+@dataclass(frozen=True)
+class Order:
+    """What all submissions of a sweep have in common."""
 
-    points: tuple[PlannedPoint, ...]
     out: Path
-    folder: Path
+    execute: ExecuteConfig
     runner: PointRunner
     identity: Identity
-    workers: int
-    attempts: int
-    limit_s: float  # a checkpoint later than this is the time limit's, an earlier one a preemption's
     again: bool  # points are run although they have records
+
+
+@dataclass
+class GroupOfPoints:
+    """The points of one task, run one after the other; simulation-only ones as many at once as the job has cores."""
+
+    points: tuple[PlannedPoint, ...]
+    order: Order
+    folder: Path
+    limit_s: float  # a checkpoint later than this is the time limit's, an earlier one a preemption's
 
     def __call__(self) -> int:
         """Run what is left; returns the number of points that were committed."""
@@ -102,7 +108,9 @@ class GroupOfPoints:
             for point in self._committed(left):
                 journal.add(DONE, point.fingerprint)
                 left.remove(point)
-            for point in [each for each in left if told.cut_off[each.fingerprint] >= self.attempts]:
+            for point in [
+                each for each in left if told.cut_off[each.fingerprint] >= self.order.execute.attempts
+            ]:
                 self._give_up(point, journal)
                 left.remove(point)
             return sum(failed is None for failed in self._run(left, journal))
@@ -123,24 +131,24 @@ class GroupOfPoints:
 
     def _check_store(self) -> None:
         """Raise StoreError where this node has not the folder of the store that the command has written into."""
-        if not Layout(self.out).manifest.exists():
+        if not Layout(self.order.out).manifest.exists():
             raise StoreError(
-                f"{socket.gethostname()} does not see the store in {self.out}: all nodes must share that folder; a "
-                "store on object storage has its copy there (XDG_CACHE_HOME moves it)"
+                f"{socket.gethostname()} does not see the store in {self.order.out}: all nodes must share that folder; "
+                "a store on object storage has its copy there (XDG_CACHE_HOME moves it)"
             )
 
     def _committed(self, points: list[PlannedPoint]) -> list[PlannedPoint]:
         """Points with a record of which the journal knows nothing: an earlier start died just after the commit."""
-        if self.again:
+        if self.order.again:
             return []
-        return [point for point in points if Layout(self.out).record(point.fingerprint).exists()]
+        return [point for point in points if Layout(self.order.out).record(point.fingerprint).exists()]
 
     def _give_up(self, point: PlannedPoint, journal: Journal) -> None:
         message = (
-            f"the job died or reached its time limit {self.attempts} times while the point ran; give it more "
-            "execute.minutes or execute.memory_gb"
+            f"the job died or reached its time limit {self.order.execute.attempts} times while the point ran; give it "
+            "more execute.minutes or execute.memory_gb"
         )
-        store_failure(point, self.out, message, [message])
+        store_failure(point, self.order.out, message, [message])
         journal.add(FAILED, point.fingerprint)
 
     def _run(self, points: list[PlannedPoint], journal: Journal) -> "Iterator[object]":
@@ -153,14 +161,14 @@ class GroupOfPoints:
 
     def _each(self, points: list[PlannedPoint], journal: Journal) -> Iterator[Done]:
         names = frozenset(point.fingerprint for point in points)
-        runner = CheckedRunner(self.runner, self.identity, names, journal)
-        workers = min(self.workers, len(points))
+        runner = CheckedRunner(self.order.runner, self.order.identity, names, journal)
+        workers = min(self.order.execute.cpus, len(points))
         if workers > 1 and not any(point.config.measure for point in points):
-            yield from run_in_workers(points, self.out, runner, workers)
+            yield from run_in_workers(points, self.order.out, runner, workers)
             return
         for point in points:
             say(f"{point.fingerprint} begins  {point.label}")
-            yield point, run_and_commit(point, self.out, runner)
+            yield point, run_and_commit(point, self.order.out, runner)
 
 
 class _LetGo:
@@ -221,17 +229,6 @@ _ENDLESS = 10**6  # requeues that submitit allows; a point that never ends is gi
 _EARLY_S = 60  # Slurm may send the warning signal this much earlier than asked for
 
 
-@dataclass(frozen=True)
-class Order:
-    """What all submissions of a sweep have in common."""
-
-    out: Path
-    execute: ExecuteConfig
-    runner: PointRunner
-    identity: Identity
-    again: bool  # points are run although they have records
-
-
 def private_folder(execute: ExecuteConfig) -> Path:
     """The folder of job files: `execute.folder`, or that for the user's state (XDG). It is created with mode 0700.
 
@@ -272,21 +269,8 @@ def submit(groups: list[Group], order: Order, book: Book) -> Submission:
         folder.mkdir(mode=0o700)
         executor = SlurmExecutor(folder, max_num_timeout=_ENDLESS, python=order.execute.python)
         executor.update_parameters(**_parameters(name, groups, order))
-        execute = order.execute
-        tasks = [
-            GroupOfPoints(
-                points=group,
-                out=order.out,
-                folder=folder,
-                runner=order.runner,
-                identity=order.identity,
-                workers=execute.cpus,
-                attempts=execute.attempts,
-                limit_s=60 * execute.minutes - warning_s(execute.minutes) - _EARLY_S,
-                again=order.again,
-            )
-            for group in groups
-        ]
+        limit_s = 60 * order.execute.minutes - warning_s(order.execute.minutes) - _EARLY_S
+        tasks = [GroupOfPoints(group, order, folder, limit_s) for group in groups]
         book.submissions.append(entry)
         book.write()
         with redirect_stderr(io.StringIO()):  # submitit prints sbatch's words, which our message has too

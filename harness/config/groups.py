@@ -28,25 +28,13 @@ def conf_dir() -> Path:
 def groups() -> dict[str, tuple[str, ...]]:
     """Options by Hydra group, sorted: `{"cache": ("contiguous_max", "paged"), ...}`."""
     folders = sorted(path for path in conf_dir().iterdir() if path.is_dir() and path.name not in _NO_GROUPS)
-    return {folder.name: _options(folder) for folder in folders}
+    return {folder.name: options(folder.name) for folder in folders}
 
 
 @cache
-def experiments() -> tuple[str, ...]:
-    """Names of the ready-made experiments, sorted."""
-    return _options(conf_dir() / EXPERIMENTS)
-
-
-@cache
-def gate_options() -> tuple[str, ...]:
-    """Names of the gate's sets of margins, sorted."""
-    return _options(conf_dir() / GATE)
-
-
-@cache
-def reproductions() -> tuple[str, ...]:
-    """Names of the published figures that can be reproduced, sorted."""
-    return _options(conf_dir() / REPRODUCE)
+def options(group: str) -> tuple[str, ...]:
+    """Names of the options of a group, sorted; also of EXPERIMENTS, GATE and REPRODUCE."""
+    return tuple(sorted(path.stem for path in (conf_dir() / group).glob("*.yaml")))
 
 
 @cache
@@ -69,11 +57,6 @@ def purpose(group: str, option: str) -> str:
 
 def list_options(group: str) -> str:
     """The options of a group with their purposes, one a line, for a message."""
-    special = {EXPERIMENTS: experiments, REPRODUCE: reproductions}
-    names = special[group]() if group in special else groups()[group]
+    names = options(group)
     width = max(map(len, names), default=0)
     return "\n".join(f"  {name:{width}}  {purpose(group, name)}" for name in names)
-
-
-def _options(folder: Path) -> tuple[str, ...]:
-    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))

@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.foreign import Foreign, accept, is_option_file
-from harness.config.groups import DEPLOYMENT, EXPERIMENTS, experiments, groups, list_options
+from harness.config.groups import DEPLOYMENT, EXPERIMENTS, groups, list_options, options
 from harness.config.schema import RunConfig
 
 _NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
@@ -213,7 +213,7 @@ def with_own_options(words: Sequence[str], folder: Path) -> list[str]:
     if not folder.expanduser().is_dir():
         raise UserError(f"--config-dir: no such folder: '{folder}'")
     own = {(file.parent.name, file.stem): file for file in sorted(folder.expanduser().glob("*/*.yaml"))}
-    shipped = {**groups(), EXPERIMENTS: experiments()}
+    shipped = {**groups(), EXPERIMENTS: options(EXPERIMENTS)}
     for (group, name), file in own.items():
         if group not in shipped:
             reason = f"--config-dir: {file}: '{group}' is no group; the groups are {', '.join(shipped)}"

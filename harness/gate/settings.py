@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
-from harness.config.groups import GATE, gate_options, option_file
+from harness.config.groups import GATE, option_file, options
 from harness.gate.findings import Baseline, GateVerdict, Measured
 
 CONFIDENCE = 0.99
@@ -152,8 +152,8 @@ def gate_settings(overrides: Sequence[str]) -> GateSettings:
     """
     values = {key: _number_of(key, value) for key, value in map(_split, overrides) if key != GATE}
     chosen = [value for key, value in map(_split, overrides) if key == GATE]
-    if chosen and chosen[-1] not in gate_options():
-        raise UnknownKeyError(GATE, f"no option '{chosen[-1]}'; the options are {', '.join(gate_options())}")
+    if chosen and chosen[-1] not in options(GATE):
+        raise UnknownKeyError(GATE, f"no option '{chosen[-1]}'; the options are {', '.join(options(GATE))}")
     found = _read(chosen[-1] if chosen else DEFAULT)
     for key, value in values.items():
         _, section, name = key.split(".")

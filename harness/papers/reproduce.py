@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from harness.config.errors import UserError
-from harness.config.groups import list_options, option_file, reproductions
+from harness.config.groups import REPRODUCE, list_options, option_file, options
 from harness.config.overrides import quoted
 from harness.metrics.record import PointRecord
 from harness.papers import sizes
@@ -65,7 +65,7 @@ class Experiment:
 
 def experiment(name: str) -> Experiment:
     """The experiment with this name. Raises UserError for an unknown one, or for a file that cannot be used."""
-    if name not in reproductions():
+    if name not in options(REPRODUCE):
         raise UserError(f"no figure '{name}'; choose one of\n{list_options('reproduce')}")
     path = option_file("reproduce", name)
     row: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -4,7 +4,7 @@ Unknown fields are refused. A known field is refused if its value asks for somet
 silently ignored option would make a measurement worthless.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
@@ -41,6 +41,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
 MAX_DIGITS = 18  # of a token id in text
 MAX_SALT = 1024  # characters
 MAX_SHOWN = 80  # characters of a wrong value in a message
+_SAMPLING = [field.name for field in fields(SamplingParams) if field.init]
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
@@ -210,36 +211,20 @@ class _Sampling(BaseModel):
     def _sampling_params(
         self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        """Raises ParamsError."""
-        return SamplingParams(
-            n=1 if self.use_beam_search else self.n,
-            beam_width=self.n if self.use_beam_search else 1,
-            temperature=0.0 if self.use_beam_search else self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            stop=() if self.stop is None else self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            skip_special_tokens=self.skip_special_tokens,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            min_tokens=self.min_tokens,
-            logit_bias=self._bias(),
-            bad_words=self.bad_words,
-            allowed_token_ids=self.allowed_token_ids,
-            prompt_logprobs=prompt_logprobs,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            structured_outputs=self._form(),
-            output_kind=OutputKind.DELTA if self.stream else OutputKind.FINAL,
-        )
+        """The fields of the same names, and those that are said in another way here. Raises ParamsError."""
+        alike = {name: getattr(self, name) for name in _SAMPLING if name in _Sampling.model_fields}
+        translated: dict[str, Any] = {
+            "max_tokens": max_tokens,
+            "stop": () if self.stop is None else self.stop,
+            "logprobs": logprobs,
+            "logit_bias": self._bias(),
+            "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": self._form(),
+            "output_kind": OutputKind.DELTA if self.stream else OutputKind.FINAL,
+        }
+        if self.use_beam_search:
+            translated |= {"n": 1, "beam_width": self.n, "temperature": 0.0}
+        return SamplingParams(**alike | translated)
 
 
 class CompletionRequest(_Sampling):

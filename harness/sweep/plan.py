@@ -31,10 +31,10 @@ from harness.config.groups import (
     DEPLOYED,
     DEPLOYMENT,
     EXPERIMENTS,
-    experiments,
     groups,
     list_options,
     option_file,
+    options,
 )
 from harness.config.option_files import BASE, plain_yaml, spelt
 from harness.config.overrides import (
@@ -316,7 +316,7 @@ def _chosen(axis: Axis) -> str:
     names = [str(setting.value) for setting in axis.settings]
     if len(names) == 1 and is_option_file(names[0]):
         return names[0]
-    if len(names) != 1 or names[0] not in experiments():
+    if len(names) != 1 or names[0] not in options(EXPERIMENTS):
         raise UnknownKeyError(
             EXPERIMENTS, f"no experiment '{','.join(names)}'; choose one of\n{list_options(EXPERIMENTS)}"
         )

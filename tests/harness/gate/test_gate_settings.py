@@ -8,7 +8,7 @@ import pytest
 import harness.gate as running
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
-from harness.config.groups import gate_options, groups
+from harness.config.groups import GATE, groups, options
 from harness.gate import latency, settings
 from harness.gate.findings import GateVerdict, Measured, new_baseline
 from harness.gate.resource import Resources, compare_kernel
@@ -38,7 +38,7 @@ def test_an_override_changes_one_margin_and_is_named() -> None:
     assert found.changed == ("gate.latency.material=0.2 (default 0.05)",)
 
 
-@pytest.mark.parametrize("option", gate_options())
+@pytest.mark.parametrize("option", options(GATE))
 def test_every_file_can_be_chosen(option: str) -> None:
     assert gate_settings([f"gate={option}"]).latency.material > 0
 

@@ -8,7 +8,7 @@ from tiers import cases
 from harness import point
 from harness.cli.main import main
 from harness.config.errors import UserError
-from harness.config.groups import conf_dir, reproductions
+from harness.config.groups import REPRODUCE, conf_dir, options
 from harness.papers.reproduce import Bar, Experiment, JudgedBar, Result, experiment, run_experiment
 from harness.papers.reproduce_page import kept
 from harness.papers.sizes import memory, pages
@@ -49,7 +49,7 @@ def result_of(bars: list[tuple[float, float]], **changes: object) -> Result:
     return Result(figure(**changes), judged, {}, 0, 0.0)
 
 
-@cases("name", reproductions(), day=3)
+@cases("name", options(REPRODUCE), day=3)
 def test_every_point_of_a_figure_can_be_planned(name: str) -> None:
     found = experiment(name)
     for grid in found.grids.values():
@@ -57,14 +57,14 @@ def test_every_point_of_a_figure_can_be_planned(name: str) -> None:
     assert found.bars or found.curves or found.needs or found.not_comparable
 
 
-@pytest.mark.parametrize("name", reproductions())
+@pytest.mark.parametrize("name", options(REPRODUCE))
 def test_every_bar_names_a_grid_or_a_value(name: str) -> None:
     found = experiment(name)
     for bar in found.bars:
         assert (bar.value is not None and bar.value[0] in found.grids) or bar.take
 
 
-@pytest.mark.parametrize("name", reproductions())
+@pytest.mark.parametrize("name", options(REPRODUCE))
 def test_no_text_is_left_to_be_filled_in(name: str) -> None:
     assert "REASON" not in (conf_dir() / "reproduce" / f"{name}.yaml").read_text(encoding="utf-8")
 
@@ -145,7 +145,7 @@ def test_the_slots_of_table_1() -> None:
 def test_the_list_names_every_figure(capsys) -> None:
     assert main(["reproduce", "--list"]) == 0
     printed = capsys.readouterr().out
-    assert all(name in printed for name in reproductions())
+    assert all(name in printed for name in options(REPRODUCE))
 
 
 def test_an_unknown_figure_is_refused_with_those_that_exist(capsys) -> None:
@@ -175,7 +175,7 @@ def test_a_damaged_result_is_refused(tmp_path, capsys) -> None:
 
 def test_the_kept_results_are_of_the_figures_as_they_are() -> None:
     kept = {row["name"]: row for row in json.loads(KEPT.read_text(encoding="utf-8"))}
-    assert kept.keys() <= set(reproductions())
+    assert kept.keys() <= set(options(REPRODUCE))
     assert len(kept) > 5
     for name, row in kept.items():
         found = experiment(name)

@@ -14,7 +14,7 @@ import fake_point
 import pytest
 
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
-from harness.config.groups import experiments
+from harness.config.groups import EXPERIMENTS, options
 from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.store.commit import SCHEMA
@@ -108,7 +108,7 @@ def test_an_unknown_experiment_lists_the_experiments() -> None:
         sweep_request(["experiment=defualt"])
 
 
-@pytest.mark.parametrize("name", experiments())
+@pytest.mark.parametrize("name", options(EXPERIMENTS))
 def test_every_experiment_plans(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace"
     file.touch()
