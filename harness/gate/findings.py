@@ -88,26 +88,28 @@ def gravest(verdicts: Iterable[GateVerdict]) -> GateVerdict:
     return max(verdicts, key=_GRAVITY.index, default=GateVerdict.inconclusive)
 
 
-def lines(results: Sequence[LayerResult]) -> Iterator[str]:
-    """The answer for a terminal. The verdict of the whole gate is the last line."""
+def lines(results: Sequence[LayerResult], layers: Sequence[str] = LAYERS) -> Iterator[str]:
+    """The answer for a terminal. The last line is the verdict on all; it names those of `layers` that did not run."""
     for result in results:
         passed = sum(finding.verdict is GateVerdict.passed for finding in result.findings)
         yield f"{result.layer}: {result.verdict} ({passed} of {len(result.findings)} pass; {result.made_on})"
         yield from (f"  {one.verdict}: {one.case}: {one.reason}" for one in result.shown[:SHOWN])
         yield from _rest(result, "  ")
         yield from (f"  {remark}" for remark in result.remarks)
-    yield f"gate: {gravest(result.verdict for result in results)}{_not_run(results)}"
+    yield f"gate: {gravest(result.verdict for result in results)}{_not_run(results, layers)}"
 
 
-def markdown(results: Sequence[LayerResult]) -> str:
+def markdown(
+    results: Sequence[LayerResult], layers: Sequence[str] = LAYERS, scopes: Mapping[str, str] = _SCOPE
+) -> str:
     """The answer for the page of a CI job: a table of layers, then the cases: every ratio, and what did not pass."""
     whole = gravest(result.verdict for result in results)
-    text = [f"## Regression gate: {whole}{_not_run(results)}", ""]
+    text = [f"## Regression gate: {whole}{_not_run(results, layers)}", ""]
     text += ["| layer | verdict | pass | made on | scope |", "| --- | --- | --- | --- | --- |"]
     for result in results:
         passed = sum(finding.verdict is GateVerdict.passed for finding in result.findings)
         cells = (result.layer, result.verdict, f"{passed}/{len(result.findings)}", result.made_on)
-        text.append(f"| {' | '.join(map(_cell, (*cells, _SCOPE[result.layer])))} |")
+        text.append(f"| {' | '.join(map(_cell, (*cells, scopes[result.layer])))} |")
     for result in results:
         text += _details(result)
     return "\n".join(text) + "\n"
@@ -131,8 +133,8 @@ def _cell(text: object) -> str:
     return str(text).replace("|", "\\|").replace("\n", " ")
 
 
-def _not_run(results: Sequence[LayerResult]) -> str:
-    missing = [layer for layer in LAYERS if layer not in {result.layer for result in results}]
+def _not_run(results: Sequence[LayerResult], layers: Sequence[str]) -> str:
+    missing = [layer for layer in layers if layer not in {result.layer for result in results}]
     return f" (not run: {', '.join(missing)})" if missing else ""
 
 

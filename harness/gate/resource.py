@@ -191,7 +191,7 @@ GOAL_IN_FLIGHT = 65_536
 # not have), so a kernel is compiled for one and judged on both.
 SAME_CODE = {86: 89}
 _BATCH = 8  # kernels that a process compiles before it starts the disassembler
-_UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
+UNCOMPILED = "error"  # the key under which a case keeps the compiler's refusal
 
 
 class _Batch(NamedTuple):
@@ -326,8 +326,9 @@ def broken(capability: int, now: Resources) -> Iterator[str]:
 
 def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
     """The resources that are worse than in the baseline."""
-    if now.registers > before.registers:
-        yield f"registers {before.registers} → {now.registers}"
+    if now.programs < before.programs:  # more registers alone cost nothing
+        more_registers = f"registers {before.registers} → {now.registers}"
+        yield f"programs that a multiprocessor holds {before.programs} → {now.programs} ({more_registers})"
     if now.shared_bytes > before.shared_bytes:
         yield f"shared memory {before.shared_bytes:,} → {now.shared_bytes:,} B"
     if now.wide_loads < before.wide_loads:
@@ -412,7 +413,7 @@ def compiled_cases(
             case = (
                 asdict(resources(one, kernel, code, arch))
                 if isinstance(kernel, Built)
-                else {_UNCOMPILED: _in_one_line(kernel)}
+                else {UNCOMPILED: _in_one_line(kernel)}
             )
             cases.append((_name(one.key, arch), case))
     return cases
@@ -433,8 +434,8 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     findings, remarks = list(coverage(now, baseline)), list(now.remarks)
     for name, values in sorted(now.cases.items()):
         before = baseline.cases.get(name)
-        if _UNCOMPILED in values:
-            reason = f"does not compile: {values[_UNCOMPILED]}"
+        if UNCOMPILED in values:
+            reason = f"does not compile: {values[UNCOMPILED]}"
             findings += [Finding(name, GateVerdict.regressed, reason)] if before else []
             continue
         found = Resources(**values)
@@ -449,8 +450,8 @@ def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
     """The reasons why these figures cannot become a baseline: kernels that do not compile, spill or cannot launch."""
     del settings  # no margin allows these faults
     for name, values in now.cases.items():
-        if _UNCOMPILED in values:
-            yield f"{name} does not compile: {values[_UNCOMPILED]}"
+        if UNCOMPILED in values:
+            yield f"{name} does not compile: {values[UNCOMPILED]}"
         else:
             yield from (f"{name}: {wrong}" for wrong in broken(_capability(name), Resources(**values)))
 

@@ -56,7 +56,7 @@ UNITS = """
     harness.capacity harness.serve harness.trace harness.twin harness.scoreboard harness.papers
         harness.lessons
     harness.bench
-    harness.kernel_speed harness.gate
+    harness.kernel_speed harness.gate harness.pytest_gate
     harness.cli
     harness.__main__
 

@@ -1,0 +1,347 @@
+"""The gate for anybody's kernels and functions, as a plugin of pytest (`pytest --gate`).
+
+Two fixtures ask it. `gated` times a function beside its accepted version: the baseline holds the file of the function
+as it was accepted, which is loaded beside today's, and both are timed in turns in this process. So the ratio of
+unchanged code is 1 on every machine and under every load. `kernel_resources` compiles a Triton kernel without a GPU and
+compares registers, spills, shared memory, loads, instructions and resident programs with the accepted ones.
+
+Baselines lie in the caller's repository. pytest ends with 1 where something regressed, with 3 where something could not
+be decided and nothing failed.
+"""
+
+import importlib.util
+import inspect
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from harness.config.errors import UserError
+from harness.gate.findings import (
+    EXIT_CODES,
+    Baseline,
+    Finding,
+    GateVerdict,
+    LayerResult,
+    Measured,
+    coverage,
+    lines,
+    markdown,
+    new_baseline,
+    read_baseline,
+    write_baseline,
+)
+from harness.gate.settings import Margins, default_settings, effect
+
+LATENCY, RESOURCE = "latency", "resource"
+_ENOUGH_S = 5e-3  # least time of a round on a CPU, whose clock has a resolution of about a microsecond
+_MOST_CALLS = 10_000
+_LAUNCHES = 20  # calls of a round on a GPU; with fewer, the events would dominate the time of short kernels
+_SCOPES = {
+    LATENCY: "functions beside their accepted versions, in turns in one process",
+    RESOURCE: "what the compiler makes of each kernel; nothing was timed",
+}
+
+Function = Callable[..., object]
+
+
+class Gate:
+    """What the gate has found in a session of pytest, and its baselines."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._update, self._reason = config.getoption("gate_update"), config.getoption("gate_reason").strip()
+        self._only_changed = config.getoption("gate_changed")
+        self._page = config.getoption("gate_markdown") or os.environ.get("GITHUB_STEP_SUMMARY")
+        self.folder = Path(config.getoption("gate_baselines") or config.rootpath / "gate-baselines")
+        self._cases: dict[str, dict[str, Any]] = {LATENCY: {}, RESOURCE: {}}
+        self._findings: dict[str, list[Finding]] = {LATENCY: [], RESOURCE: []}
+        self._whole = True
+        if self._update and not self._reason:
+            raise pytest.UsageError("--gate-update needs --gate-reason 'why the figures may change'")
+        if config.getoption("numprocesses", None):
+            raise pytest.UsageError("--gate times functions: run it without -n, alone on its cores")
+
+    def gated(
+        self, test: str, function: Function, *arguments: Any, name: str = "", margins: Margins | None = None
+    ) -> None:
+        """Fail where `function(*arguments)` is slower than the accepted version of the file that defines it.
+
+        Args:
+            test: the name of the test, which the fixture gives.
+            function: a function of a module's top level. Its file must be importable alone; what it imports is today's.
+            arguments: given to both versions. A CUDA tensor among them makes the device's clock the clock.
+            name: of the case; default: the test's.
+            margins: slower by `negligible` is no alarm, by `material` never passes; default: those of layer cpu.
+
+        Raises:
+            UserError: the function is of no file, or of no top level.
+        """
+        case, file, path = name or test, *_place(function)
+        today = file.read_text(encoding="utf-8")
+        self._keep(LATENCY, case, {"file": file.name, "function": path, "source": today})
+        accepted = self._accepted(LATENCY, case)
+        if accepted is None or self._update:
+            self._end(LATENCY, self._new(LATENCY, case))
+            return
+        if self._only_changed and accepted["source"] == today:
+            self._end(LATENCY, Finding(case, GateVerdict.passed, "its file is the accepted one"))
+            return
+        allowed = margins or default_settings().attention
+        with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as folder:
+            before = _loaded(Path(folder), accepted)
+            ratios = _ratios(function, before, arguments)
+            found = effect(ratios, [1.0] * len(ratios))
+            if (
+                found.verdict(allowed) is GateVerdict.regressed
+            ):  # where memory lies can slow one side: ask again
+                again = _ratios(function, _loaded(Path(folder), accepted), arguments)
+                found = min(found, effect(again, [1.0] * len(again)), key=lambda one: one.lower)
+        self._end(LATENCY, Finding(case, found.verdict(allowed), f"{found}"))
+
+    def kernel_resources(
+        self,
+        test: str,
+        kernel: Any,
+        *,
+        signature: Mapping[str, str],
+        constants: Mapping[str, Any] | None = None,
+        aligned: Sequence[str] = (),
+        num_warps: int = 4,
+        num_stages: int = 3,
+        capabilities: Sequence[int] = (80, 90),
+        name: str = "",
+    ) -> dict[int, Any]:
+        """Fail where a Triton kernel, compiled without a GPU, takes more than accepted, spills, or cannot launch.
+
+        Args:
+            test: the name of the test, which the fixture gives.
+            kernel: a function with `triton.jit`.
+            signature: the type of every argument in order, as `"*fp16"`, `"i32"`; of a constant `"constexpr"`.
+            constants: the constants by name.
+            aligned: arguments that are multiples of 16, which makes wide loads possible.
+            num_warps: as in a launch, like `num_stages`.
+            num_stages: buffers of a loop.
+            capabilities: compute capabilities to compile for: 80, 86, 89, 90, 100 or 120.
+            name: of the case; default: the test's.
+
+        Returns:
+            The resources by capability (`harness.gate.resource.Resources`), for checks of your own.
+
+        Raises:
+            UserError: Triton runs in its interpreter, or a capability is not known.
+        """
+        from harness.gate import resource
+        from paged_kernels.triton.configurations import ARCHITECTURES, KernelConfiguration
+
+        if os.environ.get("TRITON_INTERPRET") == "1":
+            raise UserError("the gate compiles kernels; unset TRITON_INTERPRET")
+        if unknown := sorted(set(capabilities) - set(ARCHITECTURES)):
+            raise UserError(
+                f"capabilities: {unknown} are not known; allowed are {', '.join(map(str, ARCHITECTURES))}"
+            )
+        configuration = KernelConfiguration(
+            name or test, kernel, dict(signature), dict(constants or {}), frozenset(aligned), num_warps, num_stages,
+            capabilities=tuple(capabilities),
+        )  # fmt: skip
+        more = default_settings().resource.more_instructions
+        found: dict[int, Any] = {}
+        findings: list[Finding] = []
+        for capability in capabilities:
+            ((case, values),) = resource.compiled_cases([configuration], capability, [capability])
+            if resource.UNCOMPILED in values:
+                findings.append(Finding(case, GateVerdict.regressed, values[resource.UNCOMPILED]))
+                continue
+            now = found[capability] = resource.Resources(**values)
+            self._keep(RESOURCE, case, values)
+            accepted = self._accepted(RESOURCE, case)
+            if wrong := "; ".join(resource.broken(capability, now)):
+                findings.append(Finding(case, GateVerdict.regressed, wrong))
+            elif accepted is None or self._update:
+                findings.append(self._new(RESOURCE, case))
+            else:
+                before = resource.Resources(**accepted)
+                findings.append(resource.compare_kernel(case, capability, now, before, more))
+        self._end(RESOURCE, *findings)
+        return found
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        """Remember that not all tests ran: then a case that is missing is no regression."""
+        self._whole = self._whole and not items
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Write new baselines, or find what is missing; set the exit code."""
+        failed = session.exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+        if self._update:
+            if not failed:
+                self._write()
+            return
+        if self._whole and session.config.args_source is not pytest.Config.ArgsSource.ARGS:
+            self._missing()
+        verdicts = {one.verdict for found in self._findings.values() for one in found}
+        if GateVerdict.regressed in verdicts:
+            session.exitstatus = EXIT_CODES[GateVerdict.regressed]
+        elif GateVerdict.inconclusive in verdicts and not failed:
+            session.exitstatus = EXIT_CODES[GateVerdict.inconclusive]
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """The answer, on the terminal and as Markdown."""
+        results = self._results()
+        terminalreporter.section("gate")
+        for line in lines(results, layers=()) if results else ["gate: no test asked it"]:
+            terminalreporter.line(line)
+        if self._page and results:
+            with Path(self._page).open("a", encoding="utf-8") as file:
+                file.write(markdown(results, layers=(), scopes=_SCOPES))
+
+    def _results(self) -> list[LayerResult]:
+        made_on = {LATENCY: platform.machine(), RESOURCE: _triton()}
+        return [
+            LayerResult(layer, tuple(found), made_on[layer])
+            for layer, found in self._findings.items()
+            if found
+        ]
+
+    def _file(self, layer: str) -> Path:
+        return self.folder / f"{layer}{f'-{_triton()}' if layer == RESOURCE else ''}.json"
+
+    def _baseline(self, layer: str) -> Baseline | None:
+        return read_baseline(self._file(layer), layer, "write it again with pytest --gate-update")
+
+    def _accepted(self, layer: str, case: str) -> Mapping[str, Any] | None:
+        baseline = self._baseline(layer)
+        return baseline.cases.get(case) if baseline else None
+
+    def _keep(self, layer: str, case: str, values: Mapping[str, Any]) -> None:
+        if case in self._cases[layer]:
+            raise UserError(f"the gate has two cases '{case}': give them names (name='…')")
+        self._cases[layer][case] = values
+
+    def _new(self, layer: str, case: str) -> Finding:
+        """A case without an accepted one: nothing to compare with, unless it is accepted now."""
+        how = f"not in {self._file(layer)}; look at it, then pytest --gate-update --gate-reason '…'"
+        verdict = GateVerdict.passed if self._update else GateVerdict.inconclusive
+        return Finding(case, verdict, "accepted" if self._update else how)
+
+    def _end(self, layer: str, *findings: Finding) -> None:
+        """Keep the findings of a test. A regression fails it; what cannot be decided skips it."""
+        self._findings[layer] += findings
+        said = {verdict: [one for one in findings if one.verdict is verdict] for verdict in GateVerdict}
+        if wrong := said[GateVerdict.regressed]:
+            pytest.fail("\n".join(f"{one.case}: {one.reason}" for one in wrong), pytrace=False)
+        if open_ := said[GateVerdict.inconclusive]:
+            pytest.skip(f"inconclusive: {open_[0].reason}")
+
+    def _write(self) -> None:
+        for layer, cases in self._cases.items():
+            if cases:
+                old = self._baseline(layer)
+                kept = {**old.cases, **cases} if old and not self._whole else cases
+                measured = Measured(layer, self._file(layer).stem, {}, None, kept)
+                write_baseline(self._file(layer), new_baseline(measured, self._reason))
+
+    def _missing(self) -> None:
+        for layer, cases in self._cases.items():
+            if baseline := self._baseline(layer):
+                run = Measured(layer, "", {}, None, {**baseline.cases, **cases})
+                gone = replace(run, cases={name: run.cases[name] for name in cases})
+                absent = [one for one in coverage(gone, baseline) if one.case in baseline.cases]
+                self._findings[layer] += absent
+
+
+def _triton() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"triton-{version('triton')}"
+    except PackageNotFoundError:
+        return "without Triton"
+
+
+def _place(function: Function) -> tuple[Path, str]:
+    """The file of a function, and its name there."""
+    file, path = inspect.getsourcefile(inspect.unwrap(function)), getattr(function, "__qualname__", "")
+    if file is None or not path or "<" in path:
+        raise UserError(
+            f"gated: {function!r} is no function of a module's top level, so its accepted version cannot be loaded"
+        )
+    return Path(file), path
+
+
+def _loaded(folder: Path, accepted: Mapping[str, Any]) -> Function:
+    """The accepted function, from a file of its own: compilers such as Triton read the source from the file."""
+    name = f"accepted_{len(sys.modules)}_{Path(accepted['file']).stem}"
+    file = folder / f"{name}.py"
+    file.write_text(accepted["source"], encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"the accepted {accepted['file']} cannot be loaded")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+        return _part(module, accepted["function"])
+    except Exception as error:
+        raise UserError(
+            f"the accepted {accepted['file']} cannot be loaded beside today's: {error}"
+        ) from error
+
+
+def _part(module: ModuleType, path: str) -> Function:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found  # type: ignore[no-any-return]
+
+
+def _ratios(function: Function, accepted: Function, arguments: Sequence[Any]) -> list[float]:
+    """Time now over time of the accepted version, one for each round."""
+    now, before = (partial(one, *arguments) for one in (function, accepted))
+    if any(getattr(one, "is_cuda", False) for one in arguments):
+        from harness.gate.latency import interleaved
+
+        return interleaved(partial(_device_seconds, now), {"accepted": partial(_device_seconds, before)})[
+            "accepted"
+        ]
+    from harness.gate.policy import rounds
+
+    calls = max(_calls(now), _calls(before))
+    return rounds(partial(_repeat, now, calls), partial(_repeat, before, calls))
+
+
+def _repeat(work: Callable[[], object], calls: int) -> None:
+    for _ in range(calls):
+        work()
+
+
+def _calls(work: Callable[[], object]) -> int:
+    """The calls of a round that takes long enough for the clock."""
+    work()  # compiles, fills caches
+    calls = 1
+    while calls < _MOST_CALLS:
+        begun = time.process_time()
+        _repeat(work, calls)
+        spent = time.process_time() - begun
+        if spent >= _ENOUGH_S:
+            break
+        calls *= 2 if spent <= 0 else min(8, max(2, round(_ENOUGH_S / spent)))
+    return min(calls, _MOST_CALLS)
+
+
+def _device_seconds(work: Callable[[], object]) -> float:
+    """Seconds of a call on the current CUDA device, between two events."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    begin.record()
+    _repeat(work, _LAUNCHES)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3 / _LAUNCHES
