@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -10,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+import harness
 
 ROOT = Path(__file__).resolve().parents[2]
 MAX_FUNCTION_LINES = 80  # without the docstring; the norm is ten
@@ -127,3 +130,19 @@ def test_importing_transformers_imports_nothing_of_ours() -> None:
     )
     folders = tuple(str(ROOT / folder) for folder in FOLDERS)
     assert [file for file in done.stdout.splitlines() if file.startswith(folders)] == []
+
+
+def test_version_citation_and_release_note_agree() -> None:
+    version = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert version is not None
+    assert cited is not None
+    assert version[1] == cited[1] == harness.__version__
+    noted = (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {version[1]}" in noted or f"this says what {version[1].removesuffix('.0')} can do" in noted
+
+
+def test_actions_of_ci_are_named_by_commit() -> None:
+    used = re.findall(r"uses: (\S+)", "".join(file.read_text() for file in (ROOT / ".github").rglob("*.yml")))
+    assert used
+    assert [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []

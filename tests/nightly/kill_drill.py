@@ -39,6 +39,7 @@ TIMED = (
     "pace.",
     "levels.",
     "environment.load_average",
+    "environment.runs_of_earlier_starts",
     "config.out",
     "overrides",
     "config.workers",
