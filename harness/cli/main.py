@@ -155,6 +155,9 @@ def _fault(error: Exception) -> int:
     if isinstance(error, OSError) and error.filename is not None:  # a file that the user named, or the disk
         remark(shortened(f"error: cannot use '{error.filename}': {error.strerror or error}"))
         return WRONG_INPUT if error.errno in _WRONG_NAMES else FAILED
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):  # while a file was open
+        remark(f"error: cannot write: {error.strerror}; free some space and repeat the command")
+        return FAILED
     if isinstance(error, MemoryError):
         remark("error: the machine's memory is full; take fewer requests, a smaller model or a smaller pool")
         return FAILED

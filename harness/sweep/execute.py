@@ -28,6 +28,7 @@ from harness.config.memory import point_memory, workers_that_fit
 from harness.config.schema import RunConfig
 from harness.console import remark
 from harness.metrics.record import PointRecord
+from harness.store import StoreError
 from harness.store.commit import Layout, commit_failure, commit_point
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
 from harness.sweep.progress import Failed, Reporter, TimeLeft, TimeModel, at_once, reporting, time_model
@@ -240,6 +241,8 @@ class _Begun:
             next(self.stages)
         except StopIteration as end:
             result = end.value
+        except StoreError:  # a run could not be kept
+            raise
         except Exception as error:  # a failing point must not stop the others
             self.done = self.point, store_failure(self.point, out, *described(error))
         self.used_s += time.perf_counter() - begun

@@ -1,12 +1,15 @@
 """The command line writes what it can, wherever it is told to write."""
 
+import errno
 import io
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from harness.console import OutputError, counted, remark, say
 
 
@@ -54,6 +57,18 @@ def test_no_command_calls_a_lost_output_a_bug(where: str) -> None:
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert "bug" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_disk_that_fills_while_a_picture_is_drawn_is_no_bug(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*given: object, **more: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # names no file
+
+    monkeypatch.setattr("harness.report.trace_pictures.svg_bytes", full)
+    words = ["trace", "inspect", "azure_conv", "--requests", "30", "--out", str(tmp_path)]
+    assert main(words) == 1
+    assert "error: cannot write: No space left on device; free some space" in capsys.readouterr().err
 
 
 def test_counts_agree_with_their_nouns() -> None:

@@ -39,9 +39,9 @@ Staged = Generator[None, None, fake_point.Result]
 class Stages:
     """Runs fake points in stages, and notes each run as `seed.number`."""
 
-    def __init__(self, fails: str = "", interrupted: str = "") -> None:
+    def __init__(self, fails: str = "", interrupted: str = "", full: str = "") -> None:
         self.runs: list[str] = []
-        self._fails, self._interrupted = fails, interrupted
+        self._fails, self._interrupted, self._full = fails, interrupted, full
 
     def __call__(self, config: Any, *, progress: Any = None, kept: Any = None) -> Staged:
         for number in range(config.replay.repeats):
@@ -51,6 +51,8 @@ class Stages:
                 raise RuntimeError("the run is broken")
             if run == self._interrupted:
                 raise KeyboardInterrupt
+            if run == self._full:
+                raise StoreError("cannot write: the disk is full")
             self.runs.append(run)
         return fake_point.run_point(config, progress=progress)
 
@@ -170,6 +172,13 @@ def test_a_full_disk_stops_the_sweep_and_keeps_the_points_before(
     with pytest.raises(StoreError, match="disk is full"):
         run(sweep)
     assert list(read_store(sweep.out).records) == [sweep.points[0].fingerprint]
+
+
+def test_a_run_that_cannot_be_kept_stops_the_sweep_and_fails_no_point(plan: Callable[..., SweepPlan]) -> None:
+    sweep = plan("workload.seed=1,2", "measure=true", "replay.repeats=2")
+    with pytest.raises(StoreError, match="disk is full"):
+        run_staged(sweep, Stages(full="2.1"))
+    assert read_store(sweep.out).failures == {}
 
 
 def test_the_log_has_a_line_a_stage_and_a_point(plan: Callable[..., SweepPlan]) -> None:
