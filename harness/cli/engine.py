@@ -69,8 +69,6 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add("--kv-events", metavar="ENDPOINT",
         help="publish changes of the prefix cache as vLLM does, e.g. tcp://*:5557; needs "
         "the extra events; read them with `trace capture`")  # fmt: skip
-    add("--kv-events-replay", metavar="ENDPOINT",
-        help="address that answers who missed messages, e.g. tcp://*:5558")  # fmt: skip
     add("--kv-events-topic", metavar="TOPIC", default="", help="topic of the messages; default: ''")
 
 

@@ -37,8 +37,8 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     check_installed("serve", SERVER)
     import uvicorn
 
-    if flags.kv_events is None and (flags.kv_events_replay or flags.kv_events_topic):
-        raise UserError("--kv-events-replay and --kv-events-topic need --kv-events ENDPOINT")
+    if flags.kv_events is None and flags.kv_events_topic:
+        raise UserError("--kv-events-topic needs --kv-events ENDPOINT")
     if flags.max_requests < 1:
         reason = f"--max-requests is {flags.max_requests}, must be at least 1, or every request gets 503"
         raise UserError(reason)
@@ -72,9 +72,7 @@ def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher
     if not isinstance(manager, PagedManager) or manager.groups or not manager.prefix_caching:
         reason = "--kv-events: there is no prefix cache; use cache.policy=paged cache.prefix_caching=true"
         raise UserError(reason)
-    return KvEventPublisher(
-        manager, flags.kv_events, replay_endpoint=flags.kv_events_replay, topic=flags.kv_events_topic
-    )
+    return KvEventPublisher(manager, flags.kv_events, topic=flags.kv_events_topic)
 
 
 def served_name(config: RunConfig) -> str:

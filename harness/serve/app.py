@@ -230,7 +230,7 @@ def build_app(
     api_keys: Sequence[str] = (),
     kv_events: KvEventPublisher | None = None,
 ) -> FastAPI:
-    """The application for an engine. The application owns the engine and `kv_events`: it starts and stops them.
+    """The application for an engine. The application owns the engine and `kv_events`: it stops them.
 
     `root` is the directory of the checkpoint; without one the name of the model takes its place. With `api_keys` every
     address but those of health and metrics asks for one of them.
@@ -246,8 +246,6 @@ def build_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        if kv_events is not None:
-            kv_events.start()
         server.engine.start()
         yield
         await asyncio.to_thread(server.engine.stop)

@@ -1,14 +1,11 @@
 """KV cache events of the server, published as vLLM does: one ZeroMQ message for each step that changed the cache.
 
-A message has the topic, its number (8 bytes, the largest first) and the batch in msgpack. Who missed messages asks the
-replay address for all from a number on, and gets those that are still kept, then the end mark. The rules are those of
-vLLM's `ZmqEventPublisher` (vllm/distributed/kv_events.py).
+A message has the topic, its number (8 bytes, the largest first) and the batch in msgpack. The rules are those of vLLM's
+`ZmqEventPublisher` (vllm/distributed/kv_events.py), but for its replay address: who misses messages sees it by their
+numbers.
 """
 
-import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -18,122 +15,50 @@ from harness.console import install_hint
 from harness.replay.memory import KvEvents
 from traces.formats.kv_events import encode
 
-KEPT = 10_000  # messages that can be asked for again
 HIGH_WATER_MARK = 100_000  # messages that wait for a slow subscriber; further ones are dropped for it
-END = (-1).to_bytes(8, "big", signed=True)
-_NUMBER_BYTES = 8
-_STOP = b""
+_LINGER_MS = 1000  # for what is on its way when the server stops
 
 
 class KvEventPublisher:
     """Publishes the changes of one prefix cache. `observe` is called in the engine's thread, after every step.
 
-    An `endpoint` with `*` or `::`, of `ipc` or of `inproc`, is bound; any other is connected to. `subscribed` is set
-    when the first subscriber has come.
+    An `endpoint` with `*` or `::`, of `ipc` or of `inproc`, is bound; any other is connected to.
 
     Raises:
-        UserError: pyzmq is missing, or an address cannot be used.
+        UserError: pyzmq is missing, or the address cannot be used.
     """
 
-    def __init__(
-        self,
-        manager: PagedManager,
-        endpoint: str,
-        *,
-        replay_endpoint: str | None = None,
-        topic: str = "",
-        kept: int = KEPT,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._zmq = zmq = _zmq()
-        self._recorder = KvEvents(manager)
-        self._clock = clock
-        self._topic = topic.encode()
-        self._messages: deque[tuple[bytes, bytes]] = deque(maxlen=kept)
-        self._published = 0
-        self.subscribed = threading.Event()
+    def __init__(self, manager: PagedManager, endpoint: str, *, topic: str = "") -> None:
+        zmq = _zmq()
+        self._recorder, self._topic, self._published = KvEvents(manager), topic.encode(), 0
         self._context = zmq.Context()
-        self._inbox = self._socket(zmq.PULL)
-        self._outbox = self._socket(zmq.PUSH)
-        self._publisher = self._socket(zmq.XPUB)  # a PUB that sees who subscribes
-        self._replay: Any = self._socket(zmq.ROUTER) if replay_endpoint is not None else None
-        for socket in (self._inbox, self._outbox):
-            socket.set_hwm(0)
-        self._publisher.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        self._inbox.bind("inproc://batches")
-        self._outbox.connect("inproc://batches")
-        self._open("--kv-events", self._publisher, endpoint)
-        if self._replay is not None:
-            self._replay.setsockopt(zmq.SNDHWM, 2 * (kept + 1))
-            self._open("--kv-events-replay", self._replay, str(replay_endpoint))
-        self._thread = threading.Thread(target=self._run, name="pagetwin-kv-events", daemon=True)
-
-    def _socket(self, kind: int) -> Any:
-        socket = self._context.socket(kind)
-        socket.setsockopt(self._zmq.LINGER, 0)
-        return socket
-
-    def _open(self, flag: str, socket: Any, endpoint: str) -> None:
+        self._socket = self._context.socket(zmq.XPUB)  # a PUB that sees who subscribes
+        self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         binds = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
         try:
-            (socket.bind if binds else socket.connect)(endpoint)
-        except self._zmq.ZMQError as error:
+            (self._socket.bind if binds else self._socket.connect)(endpoint)
+        except zmq.ZMQError as error:
             self._context.destroy(0)
-            reason = f"{flag}: '{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
+            reason = (
+                f"--kv-events: '{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
+            )
             raise UserError(reason) from error
 
-    def start(self) -> None:
-        """Start the thread that sends."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Send what is left, and close the sockets. No step may be observed after it."""
-        if self._thread.is_alive():
-            self._outbox.send(_STOP)
-            self._thread.join()
-        self._context.destroy(0)
+    def await_subscriber(self, seconds: float) -> bool:
+        """Whether a subscriber comes within so many seconds. Call it before the first step."""
+        return bool(self._socket.poll(int(1000 * seconds)))
 
     def observe(self) -> None:
-        """Publish what has changed since the last call."""
-        batch = self._recorder.batch(self._clock())
+        """Publish what has changed since the last call. It never waits."""
+        batch = self._recorder.batch(time.time())
         if batch is not None:
-            self._outbox.send(encode(batch._replace(data_parallel_rank=0)))
+            number = self._published.to_bytes(8, "big")
+            self._published += 1
+            self._socket.send_multipart((self._topic, number, encode(batch._replace(data_parallel_rank=0))))
 
-    # -- in the thread -------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        zmq, poller = self._zmq, self._zmq.Poller()
-        for socket in (self._inbox, self._publisher, self._replay):
-            if socket is not None:
-                poller.register(socket, zmq.POLLIN)
-        while True:
-            ready = dict(poller.poll())
-            if self._publisher in ready:
-                self._publisher.recv()
-                self.subscribed.set()
-            if self._replay in ready:
-                self._answer(self._replay.recv_multipart())
-            if self._inbox in ready:
-                payload = self._inbox.recv()
-                if payload == _STOP:
-                    return
-                self._publish(payload)
-
-    def _publish(self, payload: bytes) -> None:
-        number = self._published.to_bytes(_NUMBER_BYTES, "big")
-        self._published += 1
-        self._messages.append((number, payload))
-        self._publisher.send_multipart((self._topic, number, payload))
-
-    def _answer(self, frames: list[bytes]) -> None:
-        """Send the kept messages from the number on that was asked for; what asks for none is ignored."""
-        if len(frames) != 3 or len(frames[2]) != _NUMBER_BYTES:
-            return
-        client, _, first = frames
-        for number, payload in self._messages:
-            if number >= first:
-                self._replay.send_multipart((client, b"", self._topic, number, payload))
-        self._replay.send_multipart((client, b"", b"", END, b""))
+    def stop(self) -> None:
+        """Close the socket. No step may be observed after it."""
+        self._context.destroy(_LINGER_MS)
 
 
 def _zmq() -> Any:

@@ -1,4 +1,4 @@
-"""KV cache events of the server over real sockets: published, captured, read back as a trace, and asked for again."""
+"""KV cache events of the server over real sockets: published, captured, and read back as a trace."""
 
 import json
 import subprocess
@@ -16,10 +16,11 @@ from engine.core import KeyIdentity, PagedManager, Request, Scheduler, Scheduler
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
 from harness.oracle.check import vllm_version
-from harness.serve.kv_events import END, KvEventPublisher
+from harness.serve import kv_events
+from harness.serve.kv_events import KvEventPublisher
 from harness.trace.capture import Captured, capture
 from harness.twin.reading import read_engine_log
-from traces.formats.kv_events import AllBlocksCleared, BlockStored, decode
+from traces.formats.kv_events import AllBlocksCleared, BlockStored, EventBatch, decode
 from traces.reading import read_trace
 from traces.trace import Trace
 
@@ -44,9 +45,9 @@ def free_endpoint() -> str:
 class Server:
     """A server that publishes, everything that a subscriber got from it, and the cached tokens of its answers."""
 
-    def __init__(self, address: str, publisher: KvEventPublisher, endpoint: str, replay: str) -> None:
-        self.address, self.publisher = address, publisher
-        self.endpoint, self.replay = (one.replace("*", "127.0.0.1") for one in (endpoint, replay))
+    def __init__(self, address: str, publisher: KvEventPublisher, endpoint: str, sent: list[bytes]) -> None:
+        self.address, self.publisher, self.sent = address, publisher, sent
+        self.endpoint = endpoint.replace("*", "127.0.0.1")
         self.cached: list[int] = []
         self.log = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]  # of the client
         self.captured = Captured([], 0, 0, 0)
@@ -64,7 +65,7 @@ class Server:
     def run(self) -> None:
         """Subscribe, send the prompts one after the other, empty the cache, and end the subscription."""
         self._thread.start()
-        assert self.publisher.subscribed.wait(PATIENCE_S)
+        assert self.publisher.await_subscriber(PATIENCE_S)
         for prompt in PROMPTS:
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
             began = time.time()
@@ -73,24 +74,13 @@ class Server:
             self.log.append(f"{began:.6f},{len(prompt)},2,{ended:.6f},{ended:.6f}")
             self.cached.append((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         httpx.post(f"{self.address}/reset_prefix_cache", timeout=PATIENCE_S)
-        assert wait_until(lambda: isinstance(self.asked(0)[-1].events[-1], AllBlocksCleared))
+        assert wait_until(lambda: isinstance(self.batches()[-1].events[-1], AllBlocksCleared))
         self._done.set()
         self._thread.join()
 
-    def asked(self, first: int) -> list:
-        """What the replay address answers."""
-        with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.connect(self.replay)
-            socket.send_multipart([b"", first.to_bytes(8, "big")])
-            found = []
-            while socket.poll(int(1000 * PATIENCE_S)):
-                _, topic, number, payload = socket.recv_multipart()
-                if number == END:
-                    return found
-                assert topic == b"kv"
-                found.append(decode(payload))
-            raise AssertionError("the replay address does not answer")
+    def batches(self) -> list:
+        """What was published."""
+        return [decode(payload) for payload in self.sent]
 
 
 @pytest.fixture(scope="module", name="server")
@@ -109,33 +99,36 @@ def server_fixture() -> Iterator[Server]:
 
     engine = build_engine(model, scheduler=scheduler)
     manager = engine.scheduler.manager
-    endpoint, replay = free_endpoint(), free_endpoint()
-    publisher = KvEventPublisher(manager, endpoint, replay_endpoint=replay, topic="kv")
-    with served(engine, kv_events=publisher) as address:
-        found = Server(address, publisher, endpoint, replay)
-        found.run()
-        yield found
+    endpoint, sent, encode = free_endpoint(), list[bytes](), kv_events.encode
+
+    def kept(batch: EventBatch) -> bytes:
+        sent.append(encode(batch))
+        return sent[-1]
+
+    publisher = KvEventPublisher(manager, endpoint, topic="kv")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kv_events, "encode", kept)
+        with served(engine, kv_events=publisher) as address:
+            found = Server(address, publisher, endpoint, sent)
+            found.run()
+            yield found
 
 
 def test_the_subscriber_gets_every_message_in_order(server: Server) -> None:
     assert server.captured.first == server.captured.lost == 0
-    assert [decode(one) for one in server.captured.batches] == server.asked(0)
+    assert server.captured.batches == server.sent
 
 
 def test_stored_blocks_have_their_parent_and_tokens(server: Server) -> None:
-    stored = [event for batch in server.asked(0) for event in batch.events if isinstance(event, BlockStored)]
+    stored = [event for batch in server.batches() for event in batch.events if isinstance(event, BlockStored)]
     assert stored[0].parent_block_hash is None
     assert list(stored[0].token_ids) == PROMPTS[0][:24]
     assert stored[1].parent_block_hash == stored[0].block_hashes[1]
     assert list(stored[1].token_ids) == PROMPTS[1][16:32]
 
 
-def test_the_replay_address_gives_messages_from_a_number_on(server: Server) -> None:
-    assert server.asked(2) == server.asked(0)[2:]
-
-
 def test_an_emptied_cache_is_reported(server: Server) -> None:
-    assert isinstance(server.asked(0)[-1].events[-1], AllBlocksCleared)
+    assert isinstance(server.batches()[-1].events[-1], AllBlocksCleared)
 
 
 def test_the_rebuilt_trace_has_the_same_prefix_hits(server: Server, tmp_path: Path) -> None:
@@ -199,6 +192,6 @@ def test_an_address_that_cannot_be_used_is_refused() -> None:
         KvEventPublisher(PagedManager(10, 4, keep_events=True), "nowhere")
 
 
-def test_a_replay_address_needs_a_publisher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--kv-events-replay", "tcp://*:5558"]) == 2
-    assert "need --kv-events ENDPOINT" in capsys.readouterr().err
+def test_a_topic_needs_a_publisher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--kv-events-topic", "kv"]) == 2
+    assert "needs --kv-events ENDPOINT" in capsys.readouterr().err
