@@ -41,8 +41,6 @@ _FLAGS = {
     "num_prefixes": "--count",
     "zipf": "--zipf",
     "factor": "--lengths",
-    "vocab_size": "--vocab",
-    "first_id": "--first-id",
 }
 
 

@@ -134,11 +134,6 @@ def add_inspect(actions: "Actions") -> None:
     parser.add_argument(
         "--model", metavar="M", help="also say how much KV memory this model needs (conf/model)"
     )
-    parser.add_argument(
-        "--through-cache",
-        action="store_true",
-        help="also replay all prompts through the engine's prefix cache, and compare its hits with the trace's keys",
-    )
 
 
 @user_errors_explained
@@ -152,8 +147,6 @@ def run_inspect(flags: argparse.Namespace) -> int:
     profile = trace_distributions(trace, sizes)
     statistics = trace_statistics(trace)
     statistics |= memory_answers(trace, sizes or [8, 16, 32, 64, 128], flags.model)
-    if flags.through_cache:
-        statistics["through_cache"] = _through_cache(trace, profile["reuse"]["block_sizes"])
     if flags.json:
         say(json.dumps({**statistics, "profile": profile}, indent=1))
     else:
@@ -237,52 +230,6 @@ def _folder(name: str | None) -> Path | None:
     return folder
 
 
-def _through_cache(trace: "Trace", sizes: list[int]) -> dict[str, Any]:
-    """Hit tokens of the engine's cache and of the keys, at the smallest block size. The two must be equal."""
-    from traces.analysis.reuse import reuse_profile
-
-    size = min(sizes)
-    keys = reuse_profile(trace, size, spare_last_token=True)
-    found = ideal_hit_tokens(trace, size)
-    return {
-        "block_size": size,
-        "hit_tokens": found,
-        "hit_tokens_from_keys": keys.hit_tokens(float("inf")),
-        "hit_ratio": found / max(keys.prompt_tokens, 1),
-    }
-
-
-def ideal_hit_tokens(trace: "Trace", block_size: int) -> int:
-    """Prompt tokens that the real prefix cache hits: full blocks, and never a prompt's last token.
-
-    The prompts of the trace are served one after another in an unlimited pool, by the keys of the trace. Each generates
-    one token and ends before the next begins, so nothing but prompts is cached. `traces.analysis.reuse` computes the
-    same number from the keys alone: if the two differ, one of them is wrong.
-    """
-    from engine.core.identity import KeyIdentity
-    from engine.core.memory.paged import PagedManager
-    from engine.core.options import SchedulerLimits
-    from engine.core.plan import StepResult
-    from engine.core.request import Request
-    from engine.core.scheduling.scheduler import Scheduler
-
-    blocks = sum(-(-request.prompt_tokens // block_size) for request in trace.requests) + 1
-    longest = max(request.prompt_tokens for request in trace.requests) + 1
-    limits = SchedulerLimits(
-        max_batched_tokens=longest, max_running=1, max_model_len=longest, chunked_prefill=False, watermark=0.0
-    )
-    scheduler = Scheduler(PagedManager(blocks, block_size), limits)
-    hits = 0
-    for row in trace.requests:
-        identity = KeyIdentity(row.request_id, row.segments, row.salt)
-        scheduler.submit(Request(row.request_id, row.prompt_tokens, 1, identity=identity))
-        while scheduler.has_work:
-            plan = scheduler.schedule()
-            hits += plan.hit_tokens
-            scheduler.commit(plan, StepResult())
-    return hits
-
-
 def _summary(profile: dict[str, Any]) -> dict[str, Any]:
     """The part of a profile that is printed as numbers."""
     burstiness, reuse = profile["burstiness"], profile["reuse"]
@@ -326,23 +273,13 @@ def add_validate(actions: "Actions") -> None:
     more = "Exit code 0: every row can be replayed or is dropped for a reason; 2: a row is malformed."
     parser = describe(actions, "validate", "check every row of a trace", "validate TRACE [--format F]", more)
     add_source(parser)
-    parser.add_argument(
-        "--vocab", type=int, metavar="V", help="also check that keys make different tokens below V"
-    )
-    parser.add_argument(
-        "--first-id", type=int, default=0, metavar="R", help="ids below it are special; default: 0"
-    )
 
 
 @user_errors_explained
 def run_validate(flags: argparse.Namespace) -> int:
     """Read the trace and print how many rows were kept, dropped and noted."""
-    from traces.tokens import separating_tokens
-
     trace = chosen_trace(flags)
-    header, depth = trace.header, None
-    if flags.vocab is not None:
-        depth = separating_tokens(trace, seed=flags.seed, vocab_size=flags.vocab, first_id=flags.first_id)
+    header = trace.header
     say(f"{flags.trace}: valid ({header.format}, keys {header.key_kind})")
     say(
         f"rows read {header.rows_read:,} = kept {header.rows_kept:,} + dropped {header.rows_read - header.rows_kept:,}"
@@ -352,9 +289,5 @@ def run_validate(flags: argparse.Namespace) -> int:
             say(f"  {title}: {name}: {count:,}")
     for change in header.changes:
         say(f"  {change}")
-    if depth is not None:
-        say(
-            f"different keys make different tokens within {depth} tokens: exact sharing from that block size on"
-        )
     say(f"digest {trace.digest}")
     return 0

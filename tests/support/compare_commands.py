@@ -221,7 +221,7 @@ COMMANDS: tuple[Command, ...] = (
     *_asking(
         Answer.NUMBERS,
         f"trace inspect {_AZURE} --json",
-        f"trace inspect {_MOONCAKE} --json --requests 100 --block-sizes 512 --through-cache",
+        f"trace inspect {_MOONCAKE} --json --requests 100 --block-sizes 512",
         "trace inspect chat --requests 50 --json",
     ),
     *_asking(
@@ -234,7 +234,7 @@ COMMANDS: tuple[Command, ...] = (
         "trace synth azure_code --requests 40 --sharing tree --share 0.4 --out synth.jsonl",
         "trace synth azure_conv --requests 40 --arrivals gamma --rate 3 --seed 2 --out synth.parquet",
         f"trace validate {_AZURE}",
-        f"trace validate {_MOONCAKE} --ticks even --vocab 4096",
+        f"trace validate {_MOONCAKE} --ticks even",
         "trace validate converted.jsonl",
         f"trace validate {INPUTS}/rows.csv --format simple",
     ),

@@ -1,6 +1,5 @@
 """`trace`: every action on small files, as a user runs it; mistakes are sentences and exit code 2."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,12 +89,8 @@ def test_validate_counts_skipped_rows(run: Run, tmp_path: Path) -> None:
     assert "rows read 2 = kept 1 + dropped 1\n  dropped: malformed ContextTokens: 1\n" in out
 
 
-def test_inspect_draws_pictures_and_agrees_with_the_real_cache(run: Run) -> None:
-    words = ("inspect", "chat", "--requests", "40", "--through-cache", "--json", "--out", "pictures")
-    code, out, _ = run(*words)
-    assert code == 0
-    found = json.loads(out)["through_cache"]
-    assert found["hit_tokens"] == found["hit_tokens_from_keys"] > 0
+def test_inspect_draws_pictures(run: Run) -> None:
+    assert run("inspect", "chat", "--requests", "40", "--json", "--out", "pictures")[0] == 0
     names = {"lengths", "arrivals", "burstiness", "ideal_hit_ratio", "lru_hit_ratio", "reuse_distance"}
     assert {path.stem for path in Path("pictures").glob("*.png")} == names
     assert {path.stem for path in Path("pictures").glob("*.svg")} == names
@@ -152,20 +147,3 @@ def test_a_change_that_no_file_can_hold_is_refused_and_leaves_no_file(
     code, _, err = run(*words, "--out", "new.jsonl")
     assert (code, message in err) == (2, True), err
     assert sorted(file.name for file in tmp_path.iterdir()) == [talk]
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--vocab", "0"], "--vocab: above first_id 0 and at most 2^32 expected, found 0"),
-        (
-            ["--vocab", "5", "--first-id", "10"],
-            "--vocab: above first_id 10 and at most 2^32 expected, found 5",
-        ),
-        (["--vocab", "5", "--first-id", "-1"], "--first-id: at least 0 expected, found -1"),
-    ],
-)
-def test_a_vocabulary_without_tokens_is_refused(run: Run, talk: str, words: list[str], message: str) -> None:
-    code, out, err = run("validate", talk, *words)
-    assert (code, out) == (2, "")
-    assert message in err

@@ -9,15 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.trace.inspect import ideal_hit_tokens
+from engine.core.identity import KeyIdentity
+from engine.core.memory.paged import PagedManager
+from engine.core.options import SchedulerLimits
+from engine.core.plan import StepResult
+from engine.core.request import Request
+from engine.core.scheduling.scheduler import Scheduler
 from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
 from traces.analysis.statistics import trace_distributions
 from traces.arrivals import ArrivalProcess
-from traces.errors import ParameterError
 from traces.reading import read_trace
 from traces.synth.generator import generate_trace
 from traces.synth.tables import PrefixSharing
-from traces.tokens import separating_tokens, token_ids
+from traces.tokens import token_ids
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 Find = Callable[[str], Path]
@@ -44,6 +48,29 @@ def blocks_of(request: TraceRequest, size: int) -> list[bytes]:
     """Names of full blocks: all tokens of the prompt up to and including the block."""
     ids = token_ids(request, seed=3, vocab_size=2**32, first_id=0)
     return [ids[: end + size].tobytes() for end in range(0, len(ids) - size + 1, size)]
+
+
+def ideal_hit_tokens(trace: Trace, block_size: int) -> int:
+    """Prompt tokens that the real prefix cache hits: full blocks, and never a prompt's last token.
+
+    The prompts of the trace are served one after another in an unlimited pool, by the keys of the trace. Each generates
+    one token and ends before the next begins, so nothing but prompts is cached.
+    """
+    blocks = sum(-(-request.prompt_tokens // block_size) for request in trace.requests) + 1
+    longest = max(request.prompt_tokens for request in trace.requests) + 1
+    limits = SchedulerLimits(
+        max_batched_tokens=longest, max_running=1, max_model_len=longest, chunked_prefill=False, watermark=0.0
+    )
+    scheduler = Scheduler(PagedManager(blocks, block_size), limits)
+    hits = 0
+    for row in trace.requests:
+        identity = KeyIdentity(row.request_id, row.segments, row.salt)
+        scheduler.submit(Request(row.request_id, row.prompt_tokens, 1, identity=identity))
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            hits += plan.hit_tokens
+            scheduler.commit(plan, StepResult())
+    return hits
 
 
 def plain_lru(trace: Trace, size: int, capacity: int) -> int:
@@ -161,18 +188,6 @@ def test_sharegpt_turns_hit_as_published_at_every_block_size(published: Find) ->
         s: round(reuse_profile(paths, s, spare_last_token=True).hit_ratio(UNLIMITED), 6) for s in (1, 16, 512)
     }
     assert found == {1: 0.786408, 16: 0.783807, 512: 0.706923}
-
-
-def test_different_keys_are_shown_to_make_different_tokens() -> None:
-    trace = generate_trace("azure_conv", num_requests=50, seed=0, sharing=PrefixSharing("passages", 0.5, 40))
-    assert separating_tokens(trace, seed=0, vocab_size=50_000, first_id=256) <= 4
-    assert separating_tokens(trace, seed=0, vocab_size=12, first_id=8) > 2
-
-
-def test_keys_that_a_vocabulary_cannot_tell_apart_are_refused() -> None:
-    trace = make([[(1, 5_000)], [(2, 5_000)]])
-    with pytest.raises(ParameterError, match="vocab_size: 1 pairs of keys make equal tokens"):
-        separating_tokens(trace, seed=0, vocab_size=9, first_id=8)
 
 
 def test_a_profile_is_json_and_has_every_picture_s_data() -> None:
