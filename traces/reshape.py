@@ -24,6 +24,8 @@ from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revis
 _CHOICE_STREAM = 4
 _OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
 _LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
+_OTHER_COPY = 0x9E3779B97F4A7C15  # odd, so that keys of copies differ
+_SAMPLES, _LEAST_SAMPLE = 16, 50  # windows of a sample, and requests of each at least
 _LEAST_RATE, _MOST_RATE = 1e-6, 1e9  # arrivals are whole microseconds in 64 bits
 
 
@@ -210,6 +212,65 @@ def one_request_per_sample(trace: Trace, widths: Mapping[int, int]) -> Trace:
         f"{len(rows):,} samples of {len(trace.requests):,} requests are requests of their own (decoding.sharing="
         "prefix_cache): rates, hits and latencies are those of samples",
     )
+
+
+def repeated(trace: Trace, times: int) -> Trace:
+    """The trace `times` times, one after the other at the mean gap, for traffic that lasts longer.
+
+    Each copy has requests, sessions and prefixes of its own, so that no copy finds its prompts in the cache.
+    """
+    rows = trace.requests
+    if times < 2 or not rows:
+        return trace
+    period_us = (rows[-1].arrival_us - rows[0].arrival_us) * len(rows) // max(1, len(rows) - 1)
+    stride = 1 + max(row.request_id for row in rows)
+    copies = (_copy(row, copy, stride, period_us) for copy in range(times) for row in rows)
+    return trace.changed(tuple(copies), f"sent {times:,} times, one after the other")
+
+
+def _copy(row: TraceRequest, copy: int, stride: int, period_us: int) -> TraceRequest:
+    def own(key: int | None) -> int | None:
+        return None if key is None else (key + copy * _OTHER_COPY) % 2**64
+
+    if not copy:
+        return row
+    return replace(
+        row,
+        request_id=row.request_id + copy * stride,
+        arrival_us=row.arrival_us + copy * period_us,
+        segments=tuple(Segment(own(key), tokens) for key, tokens in row.segments),
+        output_key=own(row.output_key),
+        session=None if row.session is None else f"{row.session}#{copy}",
+        parent=None if row.parent is None else row.parent + copy * stride,
+        after=tuple(number + copy * stride for number in row.after),
+    )
+
+
+def sampled(trace: Trace, num_requests: int) -> Trace:
+    """About `num_requests` requests in equal windows over the whole trace; the time between the windows is left out.
+
+    Raises ParameterError below 1.
+    """
+    if num_requests < 1:
+        raise ParameterError("num_requests", f"at least 1 expected, found {num_requests}")
+    count = len(trace.requests)
+    if num_requests >= count:
+        return trace
+    windows = max(1, min(_SAMPLES, num_requests // _LEAST_SAMPLE))
+    size = num_requests // windows
+    starts = [round(place * (count - size) / max(1, windows - 1)) for place in range(windows)]
+    inside = [False] * count
+    for start in starts:
+        inside[start : start + size] = [True] * size
+    kept = keep_requests(trace.requests, inside)
+    gap_us = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) // max(1, count - 1)
+    rows, lost_us = [], kept[0].arrival_us
+    for place, row in enumerate(kept):
+        if place and place % size == 0 and row.arrival_us - kept[place - 1].arrival_us > gap_us:
+            lost_us += row.arrival_us - kept[place - 1].arrival_us - gap_us
+        rows.append(revised(row, arrival_us=row.arrival_us - lost_us))
+    sentence = f"{len(rows):,} of {count:,} requests, in {windows} windows over the whole trace"
+    return trace.changed(tuple(rows), sentence)
 
 
 def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:

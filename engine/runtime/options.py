@@ -181,6 +181,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "chunked_prefill": "enable_chunked_prefill",
     "async_scheduling": "async_scheduling",
     "policy": "scheduling_policy",
+    "admit_whole_prompt": "scheduler_reserve_full_isl",
     "long_prefill_tokens": "long_prefill_token_threshold",
     "block_size": "block_size",
     "prefix_caching": "enable_prefix_caching",

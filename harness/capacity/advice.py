@@ -1,378 +1,411 @@
-"""Advice for a workload on a model and a device: block size, pool, sequences, and what goes wrong without a word.
+"""Advice for a workload on a model and a device: the rate that it holds, which flags matter, and what goes wrong first.
 
-Every answer comes from simulations of the same requests at their own arrival times, and from exact counts over the
-trace. Seconds are predictions of the configured cost model; counts of blocks and hits are those of the policy core.
+Every answer comes from trials of a `Case`, and from exact counts over its trace. Flags come from a search: each is
+tried alone at the rate that breaks the SLO, in the busiest window of the requests. Those that help are tried together
+on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps its value.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
 from statistics import median
+from typing import Any
 
 from engine.core.memory.group_layout import unseen_share
-from engine.core.options import GroupPages
+from engine.core.options import CachePolicy, GroupPages
 from engine.runtime.options import VLLM_NAMES
-from harness.capacity import Slo, broken_goals, smallest
+from harness.capacity import CapacityAnswer, Changes, Tell, highest_rate, too_few
+from harness.capacity.case import Case, Trial
+from harness.capacity.flags import preset
+from harness.capacity.slo import Slo
 from harness.config.errors import ConfigError
-from harness.config.schema import Oversize, ReplayMode, RunConfig
+from harness.config.schema import RunConfig
+from harness.config.values import replaced
 from harness.metrics import KEEPS_MORE
-from harness.point.cost import cost_model
-from harness.replay.folds import Prediction
-from harness.workload.deployment import PoolShape, deployment_of, layer_sets, max_position, model_shape
-from harness.workload.point import resolve
-from harness.workload.simulate import predict
+from harness.workload.deployment import deployment_of, layer_sets, model_shape
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
-from traces.trace import Trace
 
-# Fewer requests than this are too little data for flags.
-FEWEST = 30
-
-# Block sizes that vLLM's kernels take and that are tried.
-SIZES = (16, 32, 64, 128)
-
-_SAME_THROUGHPUT, _SAME_LATENCY = 0.02, 0.05  # shares below which predictions do not differ
-_FASTER = (1, 2, 4, 8)  # times the trace's own rate
-_CLIFF = 0.05  # share of computed tokens that are computed again, from which on admission thrashes
-_CLOSER = 3  # bisections of the rate of a cliff
+PRECISION = 0.05  # share at which the search for a rate stops
+CANDIDATES: Mapping[str, tuple[Any, ...]] = {
+    "scheduler.max_running": (64, 128, 256, 512, 1024),
+    "scheduler.max_batched_tokens": (2048, 4096, 8192, 16384),
+    "cache.block_size": (16, 32, 64),
+    "device.memory_utilization": (0.95,),
+    "cache.prefix_caching": (True, False),
+    "scheduler.admit_whole_prompt": (True, False),
+}
+"""Values of flags that are tried."""
+_HELPS = 0.95  # a flag that helps brings the worst figure below so much of what it is
+_MATTERS = 1.05
+_MOST_REPLICAS = 3  # tried above what the rate of one asks for
 _HIDDEN = 4  # a match unit hides reuse that is so many times what is found
 _WORTH_SAYING = 0.01
-Tell = Callable[[str], None]
+_MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
+_FULL = 0.9  # of a limit, from which on it binds
+_SLACK = 1.1  # an SLO that would do, above the figures without a queue
+_PARALLEL = (2, 4, 8)
+_DEVICES = ("h200", "b200")
 
 
 @dataclass(frozen=True)
-class SizeRow:
-    """What one block size does: shares are of the pool (waste) or of the prompt tokens (hits)."""
+class Effect:
+    """What one value of a flag does where the SLO breaks: its worst figure over that of the present value."""
 
-    block_size: int
-    match_unit: int
-    waste: float
-    hits: float
-    most_hits: float
-    throughput: float
-    ttft_p99_s: float
-    preemptions: float
+    key: str
+    value: Any
+    trial: Trial
+    worse: float
+
+    def __str__(self) -> str:
+        """The flag in vLLM's words."""
+        return f"{flag(self.key)}={self.value}"
 
 
 @dataclass
 class Advice:
-    """Answers in words, the evidence for them, warnings, and the flags of vLLM that they come to."""
+    """Answers in words, the evidence for them, warnings, and the configuration that they come to (None: no advice)."""
 
     answers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    rows: list[SizeRow] = field(default_factory=list)
     floor: str = ""
-    flags: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    answer: CapacityAnswer | None = None
+    config: RunConfig | None = None
+    simulations: int = 0
 
 
-def advise(config: RunConfig, trace: Trace, slo: Slo, tell: Tell) -> Advice:
-    """Advice for `trace` on the configured model, device and scheduler.
+def flag(key: str) -> str:
+    """vLLM's name of a setting, else ours."""
+    return VLLM_NAMES.get(key.rpartition(".")[2], key)
+
+
+def advise(case: Case, tell: Tell, measured: Mapping[str, float] | None = None) -> Advice:
+    """Advice for the case; `measured` are figures of a log of this deployment, by metric.
 
     Raises:
         ConfigError: no pool fits, or a setting is not allowed.
+        UserError: no request can be served.
     """
-    config = replace(config, measure=False, workload=replace(config.workload, oversize=Oversize.drop))
     advice = Advice()
-    adviser = _Adviser(config, trace, slo)
-    tell("block sizes")
-    size = adviser.block_sizes(advice)
-    adviser.config = replace(config, cache=replace(config.cache, block_size=size))
-    adviser.reuse(advice)
-    adviser.windows(advice)
-    tell("pool and sequences")
-    adviser.capacity(advice)
-    tell("admission")
-    adviser.admission(advice)
-    advice.flags = _flags(adviser.config)
+    reuse(case, advice)
+    windows(case, advice)
+    if few := too_few(case):
+        advice.answers.append(f"No advice: {few}.")
+        return advice
+    tell("the load as it is")
+    own = case.run(rate=case.rate)
+    if measured:
+        advice.answers.append(beside(own, measured))
+    (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
+    advice.simulations = len(case.made)
     return advice
 
 
-class _Adviser:
-    """The simulations behind an advice; `config` is the point that is varied."""
+def beside(own: Trial, measured: Mapping[str, float]) -> str:
+    """The measured figures of a log beside those predicted for it."""
+    pairs = (
+        f"{name} {value:.3g} measured, {own.metrics[name]:.3g} predicted"
+        for name, value in measured.items()
+        if name in own.metrics
+    )
+    return f"As it ran: {'; '.join(pairs)}."
 
-    def __init__(self, config: RunConfig, trace: Trace, slo: Slo) -> None:
-        self.config = config
-        self._trace, self._slo = trace, slo
-        self._pool = deployment_of(config).pool
-        self._memory_tokens = self._tokens_of(self._pool)
-        self._paths = PrefixPaths(trace)
 
-    def _tokens_of(self, pool: PoolShape) -> int:
-        """The pool as tokens in all layers, so that each block size gets the same memory."""
-        return pool.tokens * pool.slot_bytes // pool.kv_bytes_per_token
+def _by_rate(case: Case, advice: Advice, own: Trial, tell: Tell) -> None:
+    """The highest rate, the flags that raise it, what breaks first, and the GPUs for the asked rate."""
+    tell("the highest rate")
+    answer = highest_rate(case, 1, PRECISION, lambda _: None)
+    if answer.value is None:
+        advice.answers.append(f"The SLO ({goals(case.slo)}): {answer.reason}.")
+        if answer.good is None and answer.bad is not None:
+            _impossible(case, advice, answer.bad, own, tell)
+        return
+    changes: Changes = {}
+    if answer.bad is not None:
+        tell("flags")
+        advice.effects = effects(case, answer.bad.rate)
+        if better := _better(advice.effects):
+            tell("the flags that help, together")
+            with_them = highest_rate(case, 1, PRECISION, lambda _: None, better)
+            if with_them.value and with_them.value.mean > answer.value.mean * (1 + PRECISION):
+                advice.answers.append(_gain(better, answer, with_them))
+                answer, changes = with_them, better
+    advice.answer = answer
+    replicas = _replicas(case, answer, changes, tell)
+    advice.answers.insert(0, rate_text(case, answer))
+    advice.answers.append(replicas[1])
+    if answer.bad is not None:
+        advice.answers.append(breaks_first(case, answer.bad))
+    advice.answers.append(matters(advice.effects))
+    advice.config = replaced(case.config, {**changes, "device.data_parallel": replicas[0]})
 
-    def _run(
-        self,
-        *,
-        block_size: int | None = None,
-        tokens: int | None = None,
-        running: int | None = None,
-        whole: bool | None = None,
-        faster: float = 1.0,
-    ) -> Prediction:
-        config = self.config
-        cache = replace(config.cache, pool_blocks=None, pool_tokens=tokens or self._memory_tokens)
-        scheduler = config.scheduler
-        if block_size is not None:
-            cache = replace(cache, block_size=block_size)
-        if running is not None:
-            scheduler = replace(scheduler, max_running=running)
-        if whole is not None:
-            scheduler = replace(scheduler, admit_whole_prompt=whole)
-        config = replace(config, cache=cache, scheduler=scheduler)
-        trace = self._trace if faster == 1 else _faster(self._trace, faster)
-        point = resolve(config, trace)
-        return predict(point, cost_model(point.deployment), rows=False)
 
-    # -- block size ----------------------------------------------------------------------------------------
+def _held_back(case: Case, advice: Advice, own: Trial, tell: Tell) -> None:
+    """The same where the client sets the rate: whether the SLO holds, and which flags help."""
+    rate = own.metrics.get("request_throughput", 0.0)
+    met = "is met" if own.met else f"is not met: {own.why()}"
+    text = f"The client sets the rate ({case.held_back}): {rate:.3g} requests/s, at which the SLO ({goals(case.slo)})"
+    tell("flags")
+    advice.effects = effects(case, None)
+    better = _better(advice.effects)
+    trial = case.run(better) if better else own
+    if better and trial.worst(case.slo) < own.worst(case.slo) * _HELPS:
+        names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
+        met += f"; with {names} it " + ("is met" if trial.met else f"is not met either: {trial.why()}")
+    else:
+        better = {}
+    advice.answers += [f"{text} {met}.", matters(advice.effects)]
+    advice.config = replaced(case.config, better) if own.met or better else None
 
-    def block_sizes(self, advice: Advice) -> int:
-        """Compare block sizes in the same memory; returns the one to take."""
-        for size in sorted({*SIZES, self.config.cache.block_size}):
-            metrics = self._run(block_size=size).metrics
-            unit = deployment_of(_with_size(self.config, size)).pool.block_size
-            most = reuse_profile(self._paths, unit, spare_last_token=True)
-            advice.rows.append(
-                SizeRow(
-                    size,
-                    unit,
-                    metrics.get("gauge", 0.0) - metrics.get("token_share", 0.0),
-                    metrics.get("hit_ratio", 0.0),
-                    float(most.blocks.sum()) * unit / max(1, most.prompt_tokens),
-                    metrics.get("output_throughput", 0.0),
-                    metrics.get("ttft_p99", 0.0),
-                    metrics.get("preemptions", 0.0),
-                )
-            )
-        recorded = self._trace.header.source_block_tokens
-        if recorded and recorded > min(row.block_size for row in advice.rows):
-            advice.warnings.append(
-                f"the trace records sharing in blocks of {recorded} tokens: hits of smaller blocks cannot differ here, "
-                "and a real workload's do"
-            )
-        best = min(advice.rows, key=lambda row: (-row.throughput, row.ttft_p99_s, row.block_size))
-        alike = [row for row in advice.rows if _as_good(row, best)]
-        chosen = min(alike, key=lambda row: (row.block_size != self.config.cache.block_size, row.block_size))
-        low, high = min(row.waste for row in advice.rows), max(row.waste for row in advice.rows)
-        spread = f"waste {_percent(low)} to {_percent(high)} of the pool"
-        if len(alike) == len(advice.rows):
-            advice.answers.append(
-                f"Block size: it does not matter here, because throughput and time to first token are the same within "
-                f"{100 * _SAME_THROUGHPUT:g} and {100 * _SAME_LATENCY:g} %: {spread}, and {_preempted(advice.rows)}. "
-                f"Keep {chosen.block_size}."
-            )
-        else:
-            worst = max(advice.rows, key=lambda row: (-row.throughput, row.ttft_p99_s))
-            advice.answers.append(
-                f"Block size: {chosen.block_size} ({chosen.throughput:,.0f} output tokens/s, TTFT p99 "
-                f"{chosen.ttft_p99_s:.2f} s; {worst.block_size} has {worst.throughput:,.0f} and "
-                f"{worst.ttft_p99_s:.2f} s): {spread}."
-            )
-        return chosen.block_size
 
-    # -- hits ----------------------------------------------------------------------------------------------
+# -- the rate ----------------------------------------------------------------------------------------------
 
-    def reuse(self, advice: Advice) -> None:
-        """What the prefixes allow, what the match unit leaves of it, and what the pool leaves of that."""
-        shared = shared_prefix_tokens(self._trace)
-        prompts = [request.prompt_tokens for request in self._trace.requests]
-        exact = sum(shared) / max(1, sum(prompts))
-        row = next(row for row in advice.rows if row.block_size == self.config.cache.block_size)
-        advice.floor = (
-            f"{_percent(exact)} of the prompt tokens stood at the start of an earlier prompt; in whole match units of "
-            f"{row.match_unit} tokens {_percent(row.most_hits)}, in this pool {_percent(row.hits)}"
-        )
-        if deployment_of(self.config).pool.groups is None:
-            blocks = self._memory_tokens // row.block_size
-            best = optimal_hit_tokens(self._paths, row.block_size, blocks) / max(1, sum(prompts))
-            advice.floor += (
-                f", and at most {_percent(best)} with any eviction (Belady's optimum, a bound: blocks of running "
-                "requests may put it out of reach)"
-            )
-        if not self.config.cache.prefix_caching:
-            if exact > _WORTH_SAYING:
-                advice.warnings.append(
-                    f"the prefix cache is off, and {_percent(exact)} of the prompt tokens could be hits"
-                )
-            return
-        if exact > _WORTH_SAYING and row.most_hits * _HIDDEN < exact:
-            sharing = [tokens for tokens in shared if tokens]
-            advice.warnings.append(
-                f"{_percent(row.most_hits)} hits: prompts of {median(prompts):,.0f} tokens that share "
-                f"{median(sharing):,.0f} (medians), match unit {row.match_unit}; a smaller block, or a model without "
-                f"states, could hit {_percent(exact)}"
-            )
-        elif row.most_hits > _WORTH_SAYING and row.hits * 2 < row.most_hits:
-            advice.warnings.append(
-                f"the pool is too small for its prefixes: {_percent(row.hits)} hits of {_percent(row.most_hits)} that "
-                "an unlimited pool has"
-            )
 
-    def windows(self, advice: Advice) -> None:
-        """What windowed layers keep in vain where groups are off."""
-        sets = layer_sets(model_shape(self.config.model))
-        ends = [request.prompt_tokens + request.output_tokens for request in self._trace.requests]
-        mean = sum(ends) // max(1, len(ends))
-        unseen = unseen_share(sets, mean)
-        if self.config.cache.groups is GroupPages.off and unseen > _WORTH_SAYING:
-            advice.warnings.append(
-                f"windowed layers keep every block (--disable-hybrid-kv-cache-manager): {_percent(unseen)} of the KV "
-                f"of a request of {mean:,} tokens is never read again; cache.groups=uniform predicts "
-                "vLLM without this flag"
-            )
-        cache = self.config.cache
-        if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval is None:
-            advice.warnings.append(KEEPS_MORE)
+def goals(slo: Slo) -> str:
+    """The SLO in words."""
+    return ", ".join(map(str, slo))
 
-    # -- pool and sequences --------------------------------------------------------------------------------
 
-    def _meets(self, found: Prediction) -> bool:
-        lost = found.outcome.get("rejected", 0) + found.outcome.get("unfinished", 0)
-        return not lost and not broken_goals(self._slo, found.metrics)
+def rate_text(case: Case, answer: CapacityAnswer) -> str:
+    """The highest rate with its bounds, the same for every command that states one."""
+    assert answer.value is not None
+    rate, own = answer.value.mean, case.rate or 0.0
+    text = f"The SLO ({goals(case.slo)}) holds up to {rate:.3g} requests/s"
+    if answer.band is not None:
+        low, high = answer.band
+        text += f" ({low:.3g} to {high:.3g} by what the cost model assumes of the device)"
+    compared = f"{rate / own:.2g} times the {own:.3g} requests/s of the trace" if own else ""
+    return f"{text}, {compared}." if compared else f"{text}."
 
-    def capacity(self, advice: Advice) -> None:
-        """The smallest pool and the fewest sequences that meet the SLO."""
-        goals = ", ".join(map(str, self._slo))
-        now = self._run()
-        preemptions = now.metrics.get("preemptions", 0)
-        if preemptions:
-            advice.warnings.append(
-                f"{preemptions:,.0f} requests lose their blocks and are computed again "
-                f"({now.metrics.get('recomputed_tokens', 0):,.0f} tokens)"
-            )
-        if not self._meets(now):
-            broken = broken_goals(self._slo, now.metrics)
-            found = (f"{goal.metric} is {now.metrics[goal.metric]:.3g}" for goal in broken)
-            reason = "; ".join(found) or "requests do not finish"
-            larger = self._run(tokens=8 * self._memory_tokens)
-            helps = "a larger pool helps" if self._meets(larger) else "even 8 times the pool does not help"
-            advice.answers.append(f"The SLO ({goals}) is not met: {reason}; {helps}.")
-            return
-        page = max(1, self.config.cache.block_size)
-        least = smallest(
-            lambda blocks: self._fits(blocks * page),
-            start=max(1, int(self._memory_tokens * _peak_share(now)) // page),
-            high=max(1, self._memory_tokens // page),
-        )
-        most = self.config.scheduler.max_running
-        peak = max(1, int(now.metrics.get("running_peak", 1)))
-        fewest = smallest(
-            lambda count: self._meets(self._run(running=count)), start=min(peak, most), high=most
-        )
-        assert least is not None
-        assert fewest is not None
-        advice.answers.append(
-            f"Pool: {least * page:,} tokens meet the SLO ({goals}); this device holds {self._memory_tokens:,}. "
-            f"max_num_seqs: {fewest} is enough; {peak} is the observed peak of these {len(self._trace.requests):,} "
-            f"requests, and no load beyond theirs was tried. The flag is the limit that was simulated, {most}."
-        )
 
-    def _fits(self, tokens: int) -> bool:
-        """Whether a pool of so many tokens meets the SLO, and drops no request that the whole pool takes."""
+def breaks_first(case: Case, bad: Trial) -> str:
+    """What breaks first when the load grows, from the trial just above the highest rate."""
+    _, what = case.most_rate
+    if not bad.metrics:
+        reason = f"{bad.rate:.3g} requests/s need more {what} than the device has" if what else bad.why()
+        return f"When the load grows: {reason}."
+    metrics, limit = bad.metrics, replaced(case.config, bad.changes).scheduler.max_running
+    again = metrics.get("recomputed_tokens", 0.0) / max(1.0, metrics.get("computed_tokens", 1.0))
+    full = metrics.get("gauge", 0.0) >= _FULL
+    if again > _WORTH_SAYING or full:
+        cause = f"KV memory: {percent(metrics.get('gauge', 0.0))} of the pool is held in the mean, {percent(again)} of "
+        cause += "the tokens are computed again"
+    elif metrics.get("running_peak", 0.0) >= limit and metrics.get("waiting_mean", 0.0) >= 1:
+        cause = f"admission: {limit} requests run (max_num_seqs) and {metrics['waiting_mean']:,.0f} wait in the mean"
+    elif bad.growth or metrics.get("busy_share", 0.0) >= _FULL:
+        cause = f"compute: the device is busy {percent(metrics.get('busy_share', 0.0))} of the time"
+    else:
+        cause = "the tail: bursts and long prompts, while the device has time left"
+    return f"What breaks first, at {bad.rate:.3g} requests/s: {bad.why()}. It is {cause}."
+
+
+def _replicas(case: Case, answer: CapacityAnswer, changes: Changes, tell: Tell) -> tuple[int, str]:
+    """How many replicas hold the asked rate, each tried, and the sentence that says so."""
+    assert answer.value is not None
+    asked, device = case.rate or 0.0, case.config.device
+    each = device.tensor_parallel
+    now = device.data_parallel
+    if answer.value.mean >= asked:
+        return now, f"For the {asked:.3g} requests/s of the trace {_gpus(now * each, device.name)} is enough."
+    first = ceil(asked / answer.value.mean) * now
+    for count in range(first, first + _MOST_REPLICAS):
+        tell(f"{count} replicas")
         try:
-            found = self._run(tokens=tokens)
-        except ConfigError:  # it holds no page, or no request
-            return False
-        whole = resolve(
-            replace(
-                self.config,
-                cache=replace(self.config.cache, pool_blocks=None, pool_tokens=self._memory_tokens),
-            ),
-            self._trace,
-        )
-        return sum(found.outcome.values()) == len(whole.trace.requests) and self._meets(found)
-
-    # -- admission -----------------------------------------------------------------------------------------
-
-    def _thrashes(self, faster: float, whole: bool) -> tuple[float, float]:
-        """The share of computed tokens that are computed again, and output tokens/s."""
-        metrics = self._run(faster=faster, whole=whole).metrics
-        again = metrics.get("recomputed_tokens", 0.0) / max(1.0, metrics.get("computed_tokens", 1.0))
-        return again, metrics.get("output_throughput", 0.0)
-
-    def admission(self, advice: Advice) -> None:
-        """The rate from which on requests are admitted by their first chunk and have no room for the rest."""
-        span_s = (self._trace.requests[-1].arrival_us - self._trace.requests[0].arrival_us) / 1e6
-        held = self._trace.header.client.max_in_flight or self.config.replay.max_in_flight
-        if span_s <= 0 or held or self.config.replay.mode is not ReplayMode.trace:
-            advice.notes.append(
-                "requests do not arrive at the times of the trace: no rate at which admission thrashes was looked for"
+            trial = case.run({**changes, "device.data_parallel": count}, rate=asked)
+        except ConfigError as error:
+            return (
+                now,
+                f"For {asked:.3g} requests/s about {_gpus(first * each, device.name)}, not tried: {error}.",
             )
-            return
-        rate = (len(self._trace.requests) - 1) / span_s
-        good, bad = 0.0, 0.0
-        for faster in _FASTER:
-            if self._thrashes(faster, whole=False)[0] > _CLIFF:
-                bad = float(faster)
-                break
-            good = float(faster)
-        if not bad:
-            advice.notes.append(
-                f"no admission cliff up to {_FASTER[-1]} times this rate ({rate * _FASTER[-1]:.3g} requests/s)"
-            )
-            return
-        for _ in range(_CLOSER if good else 0):
-            middle = (good * bad) ** 0.5
-            good, bad = (good, middle) if self._thrashes(middle, whole=False)[0] > _CLIFF else (middle, bad)
-        again, first = self._thrashes(bad, whole=False)
-        kept, whole = self._thrashes(bad, whole=True)
-        advice.warnings.append(
-            f"admission cliff at {rate * bad:.3g} requests/s under first-chunk admission: {_percent(again)} of the "
-            f"computed tokens are computed again ({first:,.0f} output tokens/s); with whole prompts admitted "
-            f"{_percent(kept)} ({whole:,.0f} output tokens/s)"
-        )
-
-
-def _with_size(config: RunConfig, size: int) -> RunConfig:
-    return replace(config, cache=replace(config.cache, block_size=size))
-
-
-def _as_good(row: SizeRow, best: SizeRow) -> bool:
-    return (
-        row.throughput >= best.throughput * (1 - _SAME_THROUGHPUT)
-        and row.ttft_p99_s <= best.ttft_p99_s * (1 + _SAME_LATENCY) + 1e-3
+        if trial.met:
+            text = f"For the {asked:.3g} requests/s of the trace: {_gpus(count * each, device.name)}"
+            return count, f"{text} ({count} replicas), which was tried."
+    return now, (
+        f"For the {asked:.3g} requests/s of the trace not even {_gpus(count * each, device.name)} do: {trial.why()}."
     )
 
 
-def _preempted(rows: Sequence[SizeRow]) -> str:
-    most = max(row.preemptions for row in rows)
-    return f"at most {most:,.0f} preemptions" if most else "no request is preempted at any of them"
+def _gpus(count: int, name: str) -> str:
+    return f"{count} x {name}"
 
 
-def _peak_share(found: Prediction) -> float:
-    return min(1.0, max(found.metrics.get("gauge", 1.0), 0.01))
+def _impossible(case: Case, advice: Advice, slow: Trial, own: Trial, tell: Tell) -> None:
+    """Which SLO and which device would do where no rate does."""
+    if slow.lost:
+        return
+    would = ",".join(
+        f"{goal.metric}{'<' if goal.upper else '>'}"
+        f"{slow.metrics[goal.metric] * (_SLACK if goal.upper else 1 / _SLACK):.2g}"
+        for goal in slow.broken
+    )
+    if would:
+        text = f"An SLO that a request alone meets here, with a tenth to spare: {would}"
+        if own.growth:
+            text += f"; at the {case.rate:.3g} requests/s of the trace none would, because {own.why()}"
+        advice.answers.append(f"{text}.")
+    tell("other devices")
+    for name, changes in _devices(case.config):
+        try:
+            trial = case.run(changes, rate=slow.rate, busiest=True)
+        except ConfigError:
+            continue  # the heads cannot be split so, or the weights do not fit
+        if trial.met:
+            advice.answers.append(f"A device that would do for requests alone: {name}.")
+            return
+    advice.answers.append(
+        "No device that was tried would do: " + ", ".join(n for n, _ in _devices(case.config)) + "."
+    )
 
 
-def _percent(share: float) -> str:
+def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
+    """Larger devices, and more of this one, as changes."""
+    device = config.device
+    for count in _PARALLEL:
+        if count > device.tensor_parallel:
+            yield (
+                f"{count} x {device.name} (device.tensor_parallel={count})",
+                {"device.tensor_parallel": count},
+            )
+    for name in _DEVICES:
+        if name != device.name:
+            found = preset("device", name)
+            yield (
+                name,
+                {f"device.{key}": value for key, value in found.items() if key != "memory_utilization"},
+            )
+
+
+# -- flags -------------------------------------------------------------------------------------------------
+
+
+def effects(case: Case, rate: float | None) -> list[Effect]:
+    """What each candidate does alone at `rate` in the busiest window, the largest effect first."""
+    base = case.run(rate=rate, busiest=True)
+    found = []
+    for key, values in CANDIDATES.items():
+        section, _, name = key.partition(".")
+        present = getattr(getattr(case.config, section), name)
+        for value in values if _applies(case, key) else ():
+            if value == present:
+                continue
+            try:
+                trial = case.run({key: value}, rate=rate, busiest=True)
+            except ConfigError:
+                continue  # this value is not allowed here
+            found.append(Effect(key, value, trial, trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)))
+    return sorted(found, key=lambda one: -max(one.worse, 1 / max(one.worse, 1e-9)))
+
+
+def _applies(case: Case, key: str) -> bool:
+    pool = deployment_of(case.config).pool
+    if key == "device.memory_utilization":
+        return pool.memory is not None
+    return pool.policy is CachePolicy.paged or not key.startswith("cache.")
+
+
+def _better(found: Sequence[Effect]) -> dict[str, Any]:
+    """The best value of each flag that helps."""
+    best: dict[str, Effect] = {}
+    for one in found:
+        if one.worse < _HELPS and (one.key not in best or one.worse < best[one.key].worse):
+            best[one.key] = one
+    return {key: one.value for key, one in best.items()}
+
+
+def matters(found: Sequence[Effect]) -> str:
+    """The two flags that matter most, and that the others do not."""
+    by_key: dict[str, Effect] = {}
+    for one in found:
+        if max(one.worse, 1 / max(one.worse, 1e-9)) >= _MATTERS:
+            by_key.setdefault(one.key, one)
+    tried = list(dict.fromkeys(flag(one.key) for one in found))
+    if not by_key:
+        names = ", ".join(tried)
+        return f"No flag matters here: {names} change the worst figure by less than 5 % where the SLO breaks."
+    first = list(by_key.values())[:2]
+    said = [f"{one} makes the worst figure {_times(one)}" for one in first]
+    others = [name for name in tried if name not in {flag(one.key) for one in by_key.values()}]
+    rest = f"; {', '.join(others)} change nothing" if others else ""
+    return f"What matters most, where the SLO breaks: {' and '.join(said)}{rest}."
+
+
+def _times(one: Effect) -> str:
+    if one.trial.lost:
+        return f"endless ({one.trial.why()})"
+    return f"{one.worse:.2g} times as large"
+
+
+def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer) -> str:
+    assert before.value is not None
+    assert after.value is not None
+    names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
+    return f"With {names} the rate is {after.value.mean:.3g} instead of {before.value.mean:.3g} requests/s."
+
+
+# -- the prefix cache --------------------------------------------------------------------------------------
+
+
+def reuse(case: Case, advice: Advice) -> None:
+    """What the prefixes allow, what the match unit leaves of it, and what a pool of this size leaves of that."""
+    pool, trace = deployment_of(case.config).pool, case.trace
+    paths, unit = PrefixPaths(trace), pool.block_size
+    shared = shared_prefix_tokens(trace)
+    prompts = [request.prompt_tokens for request in trace.requests]
+    exact = sum(shared) / max(1, sum(prompts))
+    profile = reuse_profile(paths, unit, spare_last_token=True)
+    most = float(profile.blocks.sum()) * unit / max(1, sum(prompts))
+    advice.floor = (
+        f"{percent(exact)} of the prompt tokens stood at the start of an earlier prompt; in whole match units of "
+        f"{unit} tokens {percent(most)}"
+    )
+    if pool.groups is None and profile.blocks_in_all <= _MOST_BLOCKS:
+        best = optimal_hit_tokens(paths, unit, pool.num_blocks) / max(1, sum(prompts))
+        advice.floor += (
+            f", and at most {percent(best)} with any eviction (Belady's optimum, a bound: blocks of running requests "
+            "may put it out of reach)"
+        )
+    if pool.groups is None:
+        held = profile.hit_ratio(pool.num_blocks)
+        advice.floor += f"; least recently used in a pool of this size {percent(held)}"
+        if most > _WORTH_SAYING and held * 2 < most:
+            advice.warnings.append(
+                f"the pool is too small for its prefixes: {percent(held)} hits of {percent(most)} that an unlimited "
+                "pool has"
+            )
+    if not case.config.cache.prefix_caching:
+        if exact > _WORTH_SAYING:
+            advice.warnings.append(
+                f"the prefix cache is off, and {percent(exact)} of the prompt tokens could be hits"
+            )
+    elif exact > _WORTH_SAYING and most * _HIDDEN < exact:
+        sharing = [tokens for tokens in shared if tokens]
+        advice.warnings.append(
+            f"{percent(most)} hits: prompts of {median(prompts):,.0f} tokens that share {median(sharing):,.0f} "
+            f"(medians), match unit {unit}; a smaller block, or a model without states, could hit {percent(exact)}"
+        )
+    recorded = trace.header.source_block_tokens
+    if recorded and recorded > unit:
+        advice.warnings.append(
+            f"the trace records sharing in blocks of {recorded} tokens: hits of smaller blocks cannot differ here, "
+            "and a real workload's do"
+        )
+
+
+def windows(case: Case, advice: Advice) -> None:
+    """What windowed layers keep in vain where groups are off."""
+    sets, cache = layer_sets(model_shape(case.config.model)), case.config.cache
+    rows = case.trace.requests
+    mean = sum(request.prompt_tokens + request.output_tokens for request in rows) // max(1, len(rows))
+    unseen = unseen_share(sets, mean)
+    if cache.groups is GroupPages.off and unseen > _WORTH_SAYING:
+        advice.warnings.append(
+            f"windowed layers keep every block (--disable-hybrid-kv-cache-manager): {percent(unseen)} of the KV "
+            f"of a request of {mean:,} tokens is never read again; cache.groups=uniform predicts vLLM without this flag"
+        )
+    if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval is None:
+        advice.warnings.append(KEEPS_MORE)
+
+
+def percent(share: float) -> str:
+    """A share in words."""
     return f"{100 * share:.1f} %" if share else "0 %"
-
-
-def _faster(trace: Trace, factor: float) -> Trace:
-    first = trace.requests[0].arrival_us if trace.requests else 0
-    rows = (replace(row, arrival_us=first + int((row.arrival_us - first) / factor)) for row in trace.requests)
-    return replace(trace, requests=tuple(rows))
-
-
-def _flags(config: RunConfig) -> list[str]:
-    """vLLM's flags (0.33) for the configuration that was simulated, with the block size of the advice."""
-    cache, scheduler, device = config.cache, config.scheduler, config.device
-    said = {
-        "block_size": cache.block_size,
-        "max_running": scheduler.max_running,
-        "max_batched_tokens": scheduler.max_batched_tokens,
-        "max_model_len": cache.max_model_len or max_position(config.model),
-        "memory_utilization": f"{device.memory_utilization:g}" if deployment_of(config).pool.memory else None,
-        "prefix_caching": cache.prefix_caching,
-        "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
-    }
-    if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval != 0:
-        said["retention_interval"] = str(cache.retention_interval)  # vLLM reads the word None
-    flags = []
-    for ours, value in said.items():
-        name = VLLM_NAMES[ours].replace("_", "-")
-        if isinstance(value, bool):
-            flags.append(f"--{name}" if value else f"--no-{name}")
-        elif value is not None:
-            flags.append(f"--{name} {value}")
-    if cache.groups is GroupPages.off and any(each.window for each in layer_sets(model_shape(config.model))):
-        flags.append("--disable-hybrid-kv-cache-manager")
-    return flags

@@ -6,7 +6,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from harness.capacity import DROPPED, CapacityAnswer, Goal, Slo, Trial
+from harness.capacity import RATE, CapacityAnswer, Estimate
+from harness.capacity.advice import breaks_first, rate_text
+from harness.capacity.case import Case, Trial, in_the_same_memory
+from harness.capacity.slo import Goal
+from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.report.style import GREY, PALETTE, filled, inline, new_figure, style, svg_bytes
 from harness.store.atomic import write_files
@@ -19,22 +23,25 @@ if TYPE_CHECKING:
 _WIDTH_IN, _HEIGHT_IN = 3.4, 2.5
 _FAR = 3.0  # a panel ends at this multiple of the bound; points far beyond add no information
 _LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
-_STEADY = 10  # mean latencies that the arrivals should span
 
 
-def draw(trials: Sequence[Trial], slo: Slo, answer: CapacityAnswer, axis: str) -> "Figure":
+def draw(trials: Sequence[Trial], case: Case, answer: CapacityAnswer, axis: str) -> "Figure":
     """One panel for each goal. Call it inside `harness.report.style.style()`."""
-    figure = new_figure(_WIDTH_IN * len(slo), _HEIGHT_IN)
-    panels = figure.subplots(1, len(slo), squeeze=False)[0]
-    for panel, goal in zip(panels, slo, strict=True):
-        _panel(panel, trials, goal, answer, axis)
+    figure = new_figure(_WIDTH_IN * len(case.slo), _HEIGHT_IN)
+    panels = figure.subplots(1, len(case.slo), squeeze=False)[0]
+    found = [(_place(case, trial, axis), trial) for trial in trials]
+    for panel, goal in zip(panels, case.slo, strict=True):
+        _panel(panel, found, goal, answer, axis)
     return figure
 
 
-def _panel(panel: "Axes", trials: Sequence[Trial], goal: Goal, answer: CapacityAnswer, axis: str) -> None:
+def _panel(
+    panel: "Axes", placed: Sequence[tuple[float, Trial]], goal: Goal, answer: CapacityAnswer, axis: str
+) -> None:
     metric = METRICS[goal.metric]
-    found = sorted((_place(trial, axis), trial.metrics[goal.metric], trial.met)
-                   for trial in trials if goal.metric in trial.metrics)  # fmt: skip
+    found = sorted(
+        (at, trial.metrics[goal.metric], trial.met) for at, trial in placed if goal.metric in trial.metrics
+    )
     for kept, colour, label in ((True, PALETTE[2], "SLO met"), (False, PALETTE[3], "SLO broken")):
         chosen = [(x, y) for x, y, met in found if met is kept]
         if chosen:
@@ -53,10 +60,17 @@ def _panel(panel: "Axes", trials: Sequence[Trial], goal: Goal, answer: CapacityA
     panel.legend(loc="best", fontsize=6)
 
 
-def _place(trial: Trial, axis: str) -> float:
+def _place(case: Case, trial: Trial, axis: str) -> float:
     if axis == "rate":
         return float(trial.rate or 0.0)
-    return float(trial.block_size if axis == "block" else trial.pool_tokens or 0)
+    pool, size = _memory(case, trial)
+    return float(size if axis == "block" else pool or 0)
+
+
+def _memory(case: Case, trial: Trial) -> tuple[int | None, int]:
+    """Tokens of the pool, as far as they are set, and the block size."""
+    cache = replaced(case.config, in_the_same_memory(case.config, trial.changes)).cache
+    return cache.pool_tokens, cache.block_size
 
 
 def _median_line(found: Sequence[tuple[float, float, bool]]) -> tuple[list[float], list[float]]:
@@ -75,104 +89,75 @@ class CapacityStudy:
 
     name: str
     settings: Sequence[tuple[str, str]]
-    slo: Slo
+    case: Case
     axis: str
     answer: CapacityAnswer
-    trials: Sequence[Trial]
     shown: Sequence[Trial]  # those in the picture
 
 
 def write_study(study: CapacityStudy, folder: Path) -> Path:
     """Write `capacity.html` and its files; returns the page's path. Raises StoreError where it cannot be written."""
     with style():
-        figure = draw(study.shown, study.slo, study.answer, study.axis)
+        figure = draw(study.shown, study.case, study.answer, study.axis)
         svg, png = svg_bytes(figure, "capacity"), _png(figure)
     files = {
         "capacity.html": _page(study, svg).encode(),
         "capacity.svg": svg,
         "capacity.png": png,
-        "capacity.csv": _csv(study.trials).encode(),
+        "capacity.csv": _csv(study.case).encode(),
         "capacity.json": json.dumps(_document(study), indent=1).encode(),
     }
     write_files(folder, files)
     return folder / "capacity.html"
 
 
-def answer_text(answer: CapacityAnswer) -> str:
+def answer_text(case: Case, answer: CapacityAnswer) -> str:
     """The answer in words, with its interval."""
     if answer.value is None:
         return f"{answer.question}: none; {answer.reason}"
+    if answer.question == RATE:
+        text = rate_text(case, answer)
+        return f"{text} {breaks_first(case, answer.bad)}" if answer.bad else text
     value = answer.value
-    text = f"{answer.question}: {value.mean:,.4g} {answer.unit}"
-    if value.low is not None and value.high is not None:
-        text += f" (95 % interval {value.low:,.4g} to {value.high:,.4g}, {len(value.values)} seeds)"
+    text = f"{answer.question}: {value.mean:,.4g} {answer.unit}{_interval(value)}"
     return f"{text}; {answer.reason}" if answer.reason else text
 
 
-def left_out_text(trials: Sequence[Trial]) -> str:
-    """The requests of the trace that the model does not take, in words; empty if there are none."""
-    most = max(trials, key=lambda trial: trial.outcome.get(DROPPED, 0), default=None)
-    if most is None or not (dropped := most.outcome.get(DROPPED, 0)):
+def _interval(value: Estimate) -> str:
+    if value.low is None or value.high is None:
         return ""
-    whole = dropped + sum(count for name, count in most.outcome.items() if name != DROPPED)
-    return (
-        f"Left out: {dropped:,} of {whole:,} requests of the trace, because they are longer than the model takes or "
-        "their row was dropped by the reader. A server refuses them at any load."
-    )
+    return f" (95 % interval {value.low:,.4g} to {value.high:,.4g}, {len(value.values)} seeds)"
 
 
 def notes(study: CapacityStudy) -> list[str]:
     """Limits of the answer that the reader must know."""
-    found = [text] if (text := left_out_text(study.trials)) else []
+    found, trials, value = [], study.case.made, study.answer.value
     unpriced = dict(study.settings).get("not priced", "")
     if study.axis == "block" and "block size" in unpriced:
         found.append(
             "The cost model does not price block size: sizes differ here by the memory that they waste alone."
         )
-    outside = [
-        trial.extrapolated for trial in study.trials if trial.extrapolated and trial.extrapolated["steps"]
-    ]
+    outside = [one.extrapolated for one in trials if one.extrapolated and one.extrapolated["steps"]]
     if outside:
         share = max(float(section["share_of_time"]) for section in outside)
         found.append(
-            f"Extrapolation: in {len(outside):,} of {len(study.trials):,} simulations steps lie outside the range that "
+            f"Extrapolation: in {len(outside):,} of {len(trials):,} simulations steps lie outside the range that "
             f"the cost model was measured on, up to {100 * share:.0f} % of the time."
         )
-    if not any(trial.extrapolated for trial in study.trials):
+    if not any(trial.extrapolated for trial in trials):
         found.append(
             "The cost model was not measured on a device: it is the datasheet's roofline plus assumed host times."
         )
-    return found + _load(study) + _short(study)
-
-
-def _load(study: CapacityStudy) -> list[str]:
-    """Over how many requests and seconds a rate was found."""
-    met = [trial for trial in study.trials if trial.met and trial.rate]
-    if study.axis != "rate" or not met or study.answer.value is None:
-        return []
-    last = max(met, key=lambda trial: trial.rate or 0.0)
-    count = last.outcome.get("finished", 0)
-    return [
-        f"Found over {count:,} requests a simulation, which arrive in {count / (last.rate or 1.0):.3g} s. Whether the "
-        "rate lasts longer, or for other requests of the trace, was not tried."
-    ]
-
-
-def _short(study: CapacityStudy) -> list[str]:
-    """A note if all requests arrive within a few of their latencies: then a queue that keeps growing does not show."""
-    met = [trial for trial in study.trials if trial.met and trial.rate and "e2e_mean" in trial.metrics]
-    if not met:
-        return []
-    last = max(met, key=lambda trial: trial.rate or 0.0)
-    window = last.outcome.get("finished", 0) / (last.rate or 1.0)
-    latency = last.metrics["e2e_mean"]
-    if window >= _STEADY * latency:
-        return []
-    return [
-        f"Short: at {last.rate:.4g} requests/s all requests of a simulation arrive within {window:.3g} s, "
-        f"{window / latency:.1f} times their mean latency. A queue that keeps growing does not show in so short a "
-        f"time: use more requests (workload.num_requests) to find a rate that can be sustained."
-    ]
+    good = study.answer.good
+    if study.axis == "rate" and value is not None and good is not None:
+        if value.low is not None:
+            found.append(f"Over the seeds: {value.mean:,.4g} requests/s{_interval(value)}.")
+        count = good.outcome.get("finished", 0)
+        found.append(
+            f"It lasts: {count:,} requests that arrive in {good.span_s:,.0f} s show no growth of the number in the "
+            "server."
+        )
+    return found
 
 
 def _page(study: CapacityStudy, svg: bytes) -> str:
@@ -181,14 +166,15 @@ def _page(study: CapacityStudy, svg: bytes) -> str:
     return filled(
         Path(__file__).with_name("capacity.html.j2"),
         name=study.name,
-        answer=answer_text(study.answer),
+        answer=answer_text(study.case, study.answer),
         found=study.answer.value is not None,
-        slo=[str(goal) for goal in study.slo],
+        slo=[str(goal) for goal in study.case.slo],
+        scope=str(study.case.scope),
         settings=study.settings,
         notes=notes(study),
         choices=[(size, _rate(rate)) for size, rate in study.answer.choices],
         figure=Markup(inline(svg, "capacity", study.answer.question)),
-        simulations=len(study.trials),
+        simulations=len(study.case.made),
     )
 
 
@@ -207,14 +193,18 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _csv(trials: Sequence[Trial]) -> str:
-    names = sorted({name for trial in trials for name in trial.metrics})
-    head = ["request_rate", "pool_tokens", "block_size", "seed", "met", *names]
+def _csv(case: Case) -> str:
+    names = sorted({name for trial in case.made for name in trial.metrics})
+    head = ["request_rate", "pool_tokens", "block_size", "seed", "end", "met", "growth", *names]
     lines = [",".join(head)]
-    for trial in trials:
-        facts = [trial.rate, trial.pool_tokens, trial.block_size, trial.seed, int(trial.met)]
+    for trial in case.made:
+        facts = [trial.rate, *_memory(case, trial), trial.seed, trial.end, int(trial.met), trial.growth]
         cells = [*facts, *(trial.metrics.get(name) for name in names)]
-        lines.append(",".join("" if cell is None else f"{cell:.9g}" for cell in cells))
+        lines.append(
+            ",".join(
+                cell if isinstance(cell, str) else "" if cell is None else f"{cell:.9g}" for cell in cells
+            )
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -222,8 +212,9 @@ def _document(study: CapacityStudy) -> dict[str, Any]:
     return {
         "question": study.answer.question,
         "answer": asdict(study.answer),
-        "slo": [asdict(goal) for goal in study.slo],
+        "slo": [asdict(goal) for goal in study.case.slo],
+        "scope": asdict(study.case.scope),
         "settings": dict(study.settings),
-        "simulations": len(study.trials),
+        "simulations": len(study.case.made),
         "notes": notes(study),
     }

@@ -1,10 +1,11 @@
 """What a workload is and what it needs: `trace`, `capacity`, `advise`."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.core.options import CachePolicy, GroupPages
 from harness.cli import Arguments, Command, add_out, out_folder
@@ -14,8 +15,9 @@ from harness.console import remark, say
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from harness.capacity import CapacityAnswer, Trial, Trials
+    from harness.capacity import CapacityAnswer
     from harness.capacity.advice import Advice
+    from harness.capacity.case import Case, Trial
     from harness.config.schema import RunConfig
     from harness.trace.flags import Actions
     from traces.trace import Trace
@@ -41,8 +43,6 @@ example:
   python -m harness advise mooncake.jsonl --model llama31_8b --device h100 --slo 'ttft_p99<2,tpot_mean<0.05'"""
 
 _WHOLE = ("replay.mode=trace", "workload=as_recorded")  # all requests, at their own times and lengths
-_SOME = 2000
-_SOME_IN_GROUPS = 200
 
 
 def _actions() -> "dict[str, tuple[Callable[[Actions], None], Callable[[argparse.Namespace], int]]]":
@@ -91,55 +91,48 @@ def _run_capacity(arguments: Arguments) -> int:
     flags = arguments.flags
     if flags.seeds < 1 or not 0 < flags.precision < 1:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
-    from harness.capacity import Trials, parse_slo
+    from harness.capacity.case import Case
     from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
+    from harness.capacity.slo import parse_slo
 
     out = out_folder(flags.out)
-    slo = parse_slo(flags.slo)
-    config = _capacity_config(arguments.overrides)
-    trials = Trials(config, slo)
-    answer = _answer(trials, flags)
-    shown = _shown(trials, flags, answer)
-    study = CapacityStudy(
-        config.name,
-        _settings(trials, arguments.overrides, flags),
-        slo,
-        flags.find,
-        answer,
-        trials.made,
-        shown,
-    )
-    say(answer_text(answer))
+    case = Case(_capacity_config(arguments.overrides), parse_slo(flags.slo))
+    say(str(case.scope))
+    answer = _answer(case, flags)
+    shown = _shown(case, flags, answer)
+    settings = _settings(case, arguments.overrides, flags)
+    study = CapacityStudy(case.config.name, settings, case, flags.find, answer, shown)
+    say(answer_text(case, answer))
     for size, rate in answer.choices:
         say(f"  blocks of {size:g}: " + (f"{rate.mean:.4g} requests/s" if rate else "no edge found"))
     for note in notes(study):
         say(note)
-    say(f"{len(trials.made)} simulations; {write_study(study, out)}")
+    say(f"{len(case.made)} simulations; {write_study(study, out)}")
     return 0 if answer.value else 1
 
 
-def _answer(trials: "Trials", flags: argparse.Namespace) -> "CapacityAnswer":
+def _answer(case: "Case", flags: argparse.Namespace) -> "CapacityAnswer":
     from harness.capacity import best_block_size, highest_rate, smallest_pool
 
     if flags.find == "rate":
-        return highest_rate(trials, flags.seeds, flags.precision, remark)
-    if trials.config.cache.groups is not GroupPages.off and flags.find == "pool":
+        return highest_rate(case, flags.seeds, flags.precision, remark)
+    if case.config.cache.groups is not GroupPages.off and flags.find == "pool":
         raise UserError(
-            f"--find pool: not with cache.groups={trials.config.cache.groups}, whose pools have pages of groups; find "
+            f"--find pool: not with cache.groups={case.config.cache.groups}, whose pools have pages of groups; find "
             "the rate for some cache.pool_tokens, or set cache.groups=off"
         )
     if flags.find == "pool":
-        return smallest_pool(trials, flags.seeds, remark)
-    return best_block_size(trials, flags.block_sizes, flags.seeds, flags.precision, remark)
+        return smallest_pool(case, flags.seeds, remark)
+    return best_block_size(case, flags.block_sizes, flags.seeds, flags.precision, remark)
 
 
-def _shown(trials: "Trials", flags: argparse.Namespace, answer: "CapacityAnswer") -> "list[Trial]":
+def _shown(case: "Case", flags: argparse.Namespace, answer: "CapacityAnswer") -> "list[Trial]":
     """The trials of the picture: a curve around the answer of a rate search, otherwise the trials of the search."""
     from harness.capacity import curve
 
     if flags.find == "rate" and answer.value:
-        return list(curve(trials, answer.value.mean, flags.seeds))
-    return list(trials.made)
+        return list(curve(case, answer.value.mean, flags.seeds))
+    return list(case.made)
 
 
 def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
@@ -160,11 +153,11 @@ def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
     return config
 
 
-def _settings(trials: "Trials", overrides: Sequence[str], flags: argparse.Namespace) -> list[tuple[str, str]]:
+def _settings(case: "Case", overrides: Sequence[str], flags: argparse.Namespace) -> list[tuple[str, str]]:
     from harness.point.cost import cost_model
     from harness.workload.deployment import deployment_of
 
-    config = trials.config
+    config = case.config
     deployment = deployment_of(config)
     pool, source = deployment.pool, cost_model(deployment).source
     return [
@@ -177,9 +170,10 @@ def _settings(trials: "Trials", overrides: Sequence[str], flags: argparse.Namesp
         ("cost model", f"{source.kind}: {source.name}"),
         ("not priced", str(source.provenance.get("not priced") or "nothing known")),
         ("pool", f"{pool.num_blocks:,} blocks of {pool.block_size} ({pool.policy})"),
-        ("arrivals", f"{config.replay.mode}, {config.workload.num_requests or 'all'} requests a simulation"),
+        ("requests", str(case.scope)),
+        ("arrivals", str(config.replay.mode)),
         ("trace", config.trace.name),
-        ("seeds", str(flags.seeds)),
+        ("seeds", str(flags.seeds) if case.draws else "none, because nothing is drawn"),
     ]
 
 
@@ -188,26 +182,26 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="M", help="a preset, or a folder with a checkpoint")
     parser.add_argument("--device", metavar="D", help="a preset, or a file of calibrate --from-log")
     parser.add_argument("--slo", default=SLO, help=f"bounds on metrics; default: {SLO}")
-    most = f"simulate the first N; default: {_SOME}, with groups {_SOME_IN_GROUPS}"
+    most = "simulate about N, in windows over the whole trace; default: as many as are quick"
     parser.add_argument("--requests", type=int, metavar="N", help=most)
 
 
 def _run_advise(arguments: Arguments) -> int:
     """Read, simulate and print; returns the exit code."""
-    from harness.capacity import parse_slo
     from harness.capacity.advice import advise
+    from harness.capacity.case import Case
+    from harness.capacity.slo import parse_slo
 
     flags = arguments.flags
     if flags.requests is not None and flags.requests < 1:
         raise UserError("--requests: must be at least 1")
     slo = parse_slo(flags.slo)
-    config, trace, said = _source(Path(flags.source).expanduser(), _words(arguments))
-    config = _with_groups(config, arguments.overrides)
-    trace, note = _first(config, trace, flags.requests)
-    for line in said:
+    source = _source(Path(flags.source).expanduser(), _words(arguments))
+    config = _with_groups(source.config, arguments.overrides)
+    case = Case(config, slo, source.recorded, flags.requests)
+    for line in (str(case.scope), *source.warnings):
         say(line)
-    advice = advise(config, trace, slo, lambda what: remark(f"simulating: {what}"))
-    _say_advice(advice, config, len(trace.requests), note)
+    _say_advice(case, advise(case, lambda what: remark(f"simulating: {what}"), source.measured))
     return 0
 
 
@@ -221,8 +215,17 @@ def _words(arguments: Arguments) -> list[str]:
     return words
 
 
-def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace, Sequence[str]]":
-    """The configuration and the requests of a trace, a store or a log, and what to know before any figure of them."""
+class _Source(NamedTuple):
+    """What SOURCE gives: a configuration; of a log also its requests, what is to be said of it, and its figures."""
+
+    config: "RunConfig"
+    recorded: "Trace | None" = None
+    warnings: Sequence[str] = ()
+    measured: Mapping[str, float] | None = None
+
+
+def _source(source: Path, words: list[str]) -> _Source:
+    """The configuration and the requests of a trace, a store or a log."""
     from harness.config.groups import groups
     from harness.config.overrides import of_a_file
     from harness.store.reading import read_store
@@ -244,50 +247,25 @@ def _source(source: Path, words: list[str]) -> "tuple[RunConfig, Trace, Sequence
         )
         return _of_trace([*of_a_file(kept, f"the record of {name} in {source}", source), *words])
     written = source / "workload.jsonl"
-    if written.is_file():
+    if written.is_file() and ((source / "summary.md").is_file() or len(list(source.iterdir())) == 1):
         return _of_trace(["trace=pagetwin", f"trace.path={written}", *words])
     from harness.twin.configured import configured
     from harness.twin.reading import read_engine_log
+    from harness.twin.what_ifs import measured_figures
 
     log = read_engine_log(source)
     found = configured(log, words)
-    return found.config, log.workload, found.warnings
+    said = (log.client, *(f"{count:,} rows of the log: {why}." for why, count in log.dropped.items()))
+    return _Source(found.config, log.workload, (*said, *found.warnings), measured_figures(log))
 
 
-def _of_trace(words: list[str]) -> "tuple[RunConfig, Trace, Sequence[str]]":
+def _of_trace(words: list[str]) -> _Source:
     from harness.config.checks import checked
     from harness.config.compose import normalise
-    from harness.config.schema import Oversize
     from harness.sweep.plan import one_configuration
-    from harness.workload.point import resolve
-    from harness.workload.trace import reshaped_trace
 
     last = {word.lstrip("+").partition("=")[0]: word for word in ("measure=false", *_WHOLE, *words)}
-    config = checked(normalise(one_configuration(tuple(last.values()), "advice is for")))
-    dropping = replace(config, workload=replace(config.workload, oversize=Oversize.drop))
-    kept = resolve(dropping).trace
-    return config, kept, _left_out(reshaped_trace(config), kept, config)
-
-
-def _left_out(whole: "Trace", kept: "Trace", config: "RunConfig") -> Sequence[str]:
-    """What to say where requests are too long for the model or the pool: how many, and how much of the load."""
-    from harness.workload.deployment import max_position
-    from harness.workload.point import TOO_LONG
-
-    lost = len(whole.requests) - len(kept.requests)
-    if not lost:
-        return []
-    tokens, left = (sum(row.prompt_tokens for row in one.requests) for one in (whole, kept))
-    longest = config.cache.max_model_len or max_position(config.model)
-    too_long = kept.header.dropped.get(TOO_LONG, 0)
-    reasons = [f"{too_long:,} are longer than {longest:,} tokens (cache.max_model_len)"] if too_long else []
-    reasons += (
-        [f"{lost - too_long:,} never fit the pool or the limits of the scheduler"] if lost > too_long else []
-    )
-    return [
-        f"Left out: {lost:,} of {len(whole.requests):,} requests with {100 * (1 - left / tokens):.0f} % of the prompt "
-        f"tokens, because {' and '.join(reasons)}. All advice is for the others."
-    ]
+    return _Source(checked(normalise(one_configuration(tuple(last.values()), "advice is for"))))
 
 
 def _with_groups(config: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig":
@@ -304,21 +282,8 @@ def _with_groups(config: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig"
     return config if list(check_combinations(grouped)) else grouped
 
 
-def _first(config: "RunConfig", trace: "Trace", most: int | None) -> "tuple[Trace, str]":
-    most = most or (_SOME if config.cache.groups is GroupPages.off else _SOME_IN_GROUPS)
-    if not trace.requests:
-        raise UserError("SOURCE: no request of it can be served by this model")
-    if len(trace.requests) <= most:
-        return trace, f"{len(trace.requests):,} requests"
-    rows = trace.requests[:most]
-    return replace(
-        trace, requests=rows
-    ), f"the first {most:,} of {len(trace.requests):,} requests (--requests)"
-
-
-def _say_advice(advice: "Advice", config: "RunConfig", requests: int, note: str) -> None:
-    from harness.capacity.advice import FEWEST
-    from harness.config.compose import TOY_MODELS
+def _say_advice(case: "Case", advice: "Advice") -> None:
+    from harness.capacity.flags import serve_line
     from harness.workload.deployment import deployment_of
 
     for line in advice.answers:
@@ -326,32 +291,32 @@ def _say_advice(advice: "Advice", config: "RunConfig", requests: int, note: str)
     for line in advice.warnings:
         say(f"warning: {line}")
     say(f"Prefixes: {advice.floor}.")
-    say("")
-    say("block size  match unit   waste    hits  most hits  output tokens/s  TTFT p99 s  preemptions")
-    for row in advice.rows:
+    if advice.effects:
+        say("")
         say(
-            f"{row.block_size:>10}  {row.match_unit:>10}  {100 * row.waste:>4.1f} %  {100 * row.hits:>4.1f} %"
-            f"  {100 * row.most_hits:>7.1f} %  {row.throughput:>15,.0f}  {row.ttft_p99_s:>10.3f}"
-            f"  {row.preemptions:>11,.0f}"
+            f"{'flag':32} {'worst figure':>12}  {'TTFT p99 s':>10}  {'TPOT mean s':>11}  {'hits':>6}  "
+            f"{'preemptions':>11}"
         )
-    for line in advice.notes:
-        say(f"note: {line}")
+    for one in advice.effects:
+        figures = one.trial.metrics
+        say(
+            f"{one!s:32} {one.worse:>10.2f} x  {figures.get('ttft_p99', nan):>10.3f}  "
+            f"{figures.get('tpot_mean', nan):>11.4f}  {100 * figures.get('hit_ratio', nan):>4.1f} %  "
+            f"{figures.get('preemptions', nan):>11,.0f}"
+        )
+    config = case.config
     say(
-        f"note: simulated {note} on {config.device.name} with {config.model.name}, pool "
+        f"note: {advice.simulations} simulations on {config.device.name} with {config.model.name}, pool "
         f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
     )
+    if advice.config is None:
+        return
     say("")
-    if requests < FEWEST:
-        say(f"No flags: {requests} requests are too few to advise from; give {FEWEST} or more.")
-        return
-    if not config.model.path and config.model.name in TOY_MODELS:
-        say(
-            f"note: {config.model.name} is a toy with random weights, so there is no command; name yours with --model"
-        )
-        return
-    if any(flag.startswith("--gpu-memory-utilization") for flag in advice.flags):
-        say("note: the pool is that of --gpu-memory-utilization below; vLLM's own default is 0.92")
-    say(f"vllm serve {config.model.path or f'<hub id of {config.model.name}>'} {' '.join(advice.flags)}")
+    say(
+        serve_line(advice.config)
+        or f"note: {config.model.name} is a toy with random weights, so there is no command; "
+        "name yours with --model"
+    )
 
 
 COMMANDS = (

@@ -145,6 +145,19 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
     return {name: _metrics(point, cost, device) for name, device in devices.items()}
 
 
+def at_end(deployment: Deployment, cost: CostModel, fastest: bool) -> CostModel | None:
+    """The cost model with all that it assumes at the end where steps are shortest, or longest.
+
+    None where nothing is known of its error: it is no roofline of a GPU's datasheet, or was fitted to a log.
+    """
+    device = deployment.device
+    known = isinstance(cost, RooflineCost) and device.name != EngineDevice.cpu.value
+    if not known or device.fitted_from is not None:
+        return None
+    assert isinstance(cost, RooflineCost)
+    return RooflineCost(cost.model, _at_end(deployment, fastest), cost.draft)
+
+
 def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
     """The device with every assumed constant at the end of its range where steps are shortest, or longest."""
     device = deployment.device

@@ -1,14 +1,15 @@
 """Advice: answers with their evidence, warnings where a cache finds nothing or admission thrashes, and flags."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from engine.core.options import GroupPages
-from harness.capacity import parse_slo
 from harness.capacity.advice import Advice, advise
+from harness.capacity.case import Case
+from harness.capacity.flags import flags_of
+from harness.capacity.slo import parse_slo
 from harness.cli.main import main
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
@@ -36,41 +37,70 @@ def write(folder: Path, shared: int, unique: int, output: int, count: int, gap_s
     return file
 
 
-def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
+def case_of(file: Path, *overrides: str, slo: str = SLO) -> Case:
     words = (
         "measure=false",
         "trace=file",
+        "workload=as_recorded",
         f"trace.path={file}",
         "model=llama3_8b",
         "device=h100",
         *overrides,
     )
     config = compose_config(axis.settings[0] for axis in parse_overrides(words))
-    return advise(config, resolve(config).trace, parse_slo(slo), lambda what: None)
+    return Case(config, parse_slo(slo), requests=60)
 
 
-def test_a_block_size_that_changes_nothing_is_said_not_to_matter(tmp_path: Path) -> None:
-    advice = advice_of(write(tmp_path, 0, 200, 20, 12, 1.0))
-    assert advice.answers[0].startswith("Block size: it does not matter here, because")
-    assert "no request is preempted at any of them" in advice.answers[0]
-    assert len({row.preemptions for row in advice.rows}) == 1
+def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
+    return advise(case_of(file, *overrides, slo=slo), lambda what: None)
 
 
-def test_larger_blocks_waste_more_and_hit_no_more(tmp_path: Path) -> None:
-    rows = advice_of(write(tmp_path, 100, 20, 20, 12, 1.0)).rows
-    assert [row.block_size for row in rows] == [16, 32, 64, 128]
-    assert [row.waste for row in rows] == sorted(row.waste for row in rows)
-    assert [row.most_hits for row in rows] == sorted((row.most_hits for row in rows), reverse=True)
-    assert all(row.hits <= row.most_hits + 1e-9 for row in rows)
+def test_three_requests_give_no_advice(tmp_path: Path) -> None:
+    advice = advice_of(write(tmp_path, 0, 200, 20, 3, 1.0))
+    assert advice.answers == ["No advice: 3 requests are too few to answer from; give 30 or more."]
+    assert advice.config is None
+
+
+def test_a_limit_of_sequences_that_binds_is_raised_and_said_first_to_matter(tmp_path: Path) -> None:
+    """Never the observed peak: with 4 sequences no more than 4 run, and the server could hold many more."""
+    advice = advice_of(write(tmp_path, 0, 400, 60, 40, 0.5), "scheduler.max_running=4")
+    assert advice.config is not None
+    assert advice.config.scheduler.max_running >= 64
+    assert any("What matters most, where the SLO breaks: max_num_seqs=" in text for text in advice.answers)
+
+
+def test_flags_that_change_nothing_keep_their_values(tmp_path: Path) -> None:
+    case = case_of(write(tmp_path, 0, 400, 60, 40, 0.5))
+    config = advise(case, lambda what: None).config
+    assert config is not None
+    assert (config.scheduler, config.cache) == (case.config.scheduler, case.config.cache)
+
+
+def test_more_replicas_are_advised_where_one_does_not_hold_the_rate_of_the_trace(tmp_path: Path) -> None:
+    advice = advice_of(write(tmp_path, 0, 4000, 20, 60, 0.1))
+    assert advice.config is not None
+    assert advice.config.device.data_parallel > 1
+    assert any("replicas), which was tried." in text for text in advice.answers)
+
+
+def test_an_slo_that_no_rate_meets_says_which_slo_and_which_device_would_do(tmp_path: Path) -> None:
+    advice = advice_of(write(tmp_path, 0, 2000, 20, 40, 1.0), slo="ttft_p99<0.005")
+    assert advice.answers[0].startswith("The SLO (ttft_p99 ≤ 0.005 s): no rate meets it. At ")
+    assert "An SLO that a request alone meets here, with a tenth to spare: ttft_p99<" in advice.answers[1]
+    assert "device" in advice.answers[2]
+    assert advice.config is None
+
+
+def test_a_client_that_holds_requests_back_is_told_whether_its_load_meets_the_slo(tmp_path: Path) -> None:
+    advice = advice_of(write(tmp_path, 0, 200, 20, 40, 1.0), "replay.mode=closed", "replay.users=4")
+    assert advice.answers[0].startswith("The client sets the rate (replay.mode=closed): ")
+    assert advice.config is not None
 
 
 def test_prompts_below_the_match_unit_are_warned_of(tmp_path: Path) -> None:
     """vllm#54607: prompts of 240 tokens, blocks of 784, no hit and no warning."""
     file = write(tmp_path, 200, 40, 20, 12, 1.0)
-    advice = advice_of(file, "cache.block_size=784", "cache.pool_tokens=400000")
-    size = next(row for row in advice.rows if row.block_size == 784)
-    assert (size.hits, size.most_hits) == (0, 0)
-    words = [text for text in advice.warnings if "match unit 784" in text]
+    words = advice_of(file, "cache.block_size=784", "cache.pool_tokens=400000").warnings
     assert words
     assert words[0].startswith("0 % hits: prompts of 240 tokens that share 200 (medians), match unit 784")
 
@@ -80,30 +110,10 @@ def test_prompts_above_the_match_unit_are_not_warned_of(tmp_path: Path) -> None:
     assert not [text for text in advice.warnings if "match unit" in text]
 
 
-def test_a_cliff_of_first_chunk_admission_is_found(tmp_path: Path) -> None:
-    """vllm#37307: first chunks are admitted, and then there is no room for the rest of the prompts."""
-    file = write(tmp_path, 0, 4000, 600, 20, 4.0)
-    advice = advice_of(
-        file, "cache.pool_tokens=20000", "scheduler.max_batched_tokens=512", slo="ttft_p99<500"
-    )
-    (cliff,) = [text for text in advice.warnings if text.startswith("admission cliff at")]
-    assert "under first-chunk admission" in cliff
-
-
-def test_pool_and_sequences_are_no_larger_than_what_is_there(tmp_path: Path) -> None:
-    advice = advice_of(write(tmp_path, 0, 200, 20, 12, 0.05), "cache.pool_tokens=20000")
-    (pool,) = [text for text in advice.answers if text.startswith("Pool: ")]
-    assert "this device holds 20,000" in pool
-    assert int(pool.split()[1].replace(",", "")) < 20_000
-    assert "is the observed peak of these 12 requests" in pool
-    assert int(pool.partition("max_num_seqs: ")[2].split()[0]) <= 12
-
-
-def test_the_flags_are_those_that_were_simulated(tmp_path: Path) -> None:
-    """A limit at the observed peak would hold back any larger load; the pool's flag says nothing of a pool by hand."""
+def test_the_share_of_the_memory_is_no_flag_where_the_pool_is_set_by_hand(tmp_path: Path) -> None:
     file = write(tmp_path, 0, 200, 20, 3, 1.0)
-    assert "--max-num-seqs 256" in advice_of(file).flags
-    by_hand = advice_of(file, "cache.pool_tokens=20000").flags
+    assert "--max-num-seqs 256" in flags_of(case_of(file).config)
+    by_hand = flags_of(case_of(file, "cache.pool_tokens=20000").config)
     assert not [flag for flag in by_hand if flag.startswith("--gpu-memory-utilization")]
 
 
@@ -125,7 +135,7 @@ def test_groups_are_warned_of_where_vllm_keeps_less(tmp_path: Path, interval: st
     settings = "model=gemma3_12b", "cache.groups=uniform", f"cache.retention_interval={interval}"
     advice = advice_of(file, *settings)
     assert warned == any("documents asked twice hit 0.458 here" in text for text in advice.warnings)
-    assert warned == ("--prefix-cache-retention-interval None" in advice.flags)
+    assert warned == ("--prefix-cache-retention-interval None" in flags_of(case_of(file, *settings).config))
 
 
 def test_requests_that_are_left_out_are_said_first_with_their_tokens(
@@ -136,16 +146,12 @@ def test_requests_that_are_left_out_are_said_first_with_their_tokens(
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0] == (
-        "Left out: 1 of 3 requests with 90 % of the prompt tokens, because 1 are longer than 8,192 tokens "
-        "(cache.max_model_len). All advice is for the others."
+    assert lines[0].startswith("Simulated: 2 of 3 requests with 10 % of the tokens, ")
+    assert lines[0].endswith(
+        "Left out: 1 (33 %) with 90 % of the tokens, longer than the 8,192 tokens that llama-3-8b takes here; "
+        "model=llama31_8b takes them."
     )
-    assert lines[-1] == "No flags: 2 requests are too few to advise from; give 30 or more."
-
-
-def test_an_slo_that_is_not_met_is_said_with_what_breaks_it(tmp_path: Path) -> None:
-    advice = advice_of(write(tmp_path, 0, 200, 20, 6, 1.0), slo="ttft_p99<0.000001")
-    assert advice.answers[1].startswith("The SLO (ttft_p99 ≤ 1e-06 s) is not met: ttft_p99 is ")
+    assert lines[1] == "No advice: 2 requests are too few to answer from; give 30 or more."
 
 
 def test_windowed_layers_without_groups_are_warned_of(tmp_path: Path) -> None:
@@ -154,18 +160,19 @@ def test_windowed_layers_without_groups_are_warned_of(tmp_path: Path) -> None:
     assert any(
         "of the KV of a request of 3,020 tokens is never read again" in text for text in advice.warnings
     )
-    assert "--disable-hybrid-kv-cache-manager" in advice.flags
+    config = case_of(file, "model=gemma3_12b", "cache.groups=off").config
+    assert "--disable-hybrid-kv-cache-manager" in flags_of(config)
 
 
 def test_the_command_prints_answers_first_and_flags_last(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = write(tmp_path, 100, 20, 20, 30, 1.0)
-    assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100", "--slo", SLO]) == 0
+    assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100", "--requests", "40"]) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0].startswith("Block size: ")
-    assert lines[-2].endswith("vLLM's own default is 0.92")
-    assert lines[-1].startswith("vllm serve <hub id of llama-3-8b> --block-size 16 ")
+    assert lines[0].startswith("Simulated: all 30 requests")
+    assert lines[1].startswith("The SLO (")
+    assert lines[-1].startswith("vllm serve meta-llama/Meta-Llama-3-8B --block-size 16 ")
 
 
 def test_a_model_with_windows_is_advised_with_groups(
@@ -175,9 +182,7 @@ def test_a_model_with_windows_is_advised_with_groups(
     import harness.capacity.advice as module
 
     real = module.advise
-    monkeypatch.setattr(
-        module, "advise", lambda config, *more: seen.append(config) or real(replace(config), *more)
-    )
+    monkeypatch.setattr(module, "advise", lambda case, *more: seen.append(case.config) or real(case, *more))
     file = write(tmp_path, 0, 1500, 10, 2, 1.0)
     assert main(["advise", str(file), "--model", "gemma3_12b", "--device", "h100"]) == 0
     assert [config.cache.groups for config in seen] == [GroupPages.uniform]
@@ -207,8 +212,8 @@ def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest
     assert "names a file outside of it" in capsys.readouterr().err
     assert main(["advise", str(store), f"trace.path={file}"]) == 0
     shown = capsys.readouterr().out
-    assert "Keep 32." in shown
-    assert "simulated 6 requests on h100 with llama-3-8b" in shown
+    assert shown.startswith("Simulated: all 6 requests")
+    assert "in whole match units of 32 tokens" in shown
 
 
 def test_a_class_that_a_record_names_is_never_imported(
@@ -231,15 +236,18 @@ def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
-    lines += [f"{index},200,20,{index + 0.1},{index + 0.5}" for index in range(5)]
+    lines += [f"{index},200,20,{index + 0.1},{index + 0.5}" for index in range(35)]
     (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
     (tmp_path / "serve.sh").write_text(
         "vllm serve meta-llama/Llama-3.1-8B --block-size 32 --max-num-seqs 8\n"
     )
-    assert main(["advise", str(tmp_path), "--model", "llama31_8b", "--device", "h100"]) == 0
+    assert (
+        main(["advise", str(tmp_path), "--model", "llama31_8b", "--device", "h100", "--requests", "40"]) == 0
+    )
     shown = capsys.readouterr().out
-    assert "simulated 5 requests on h100 with llama-3.1-8b" in shown
-    assert "Keep 32." in shown
+    assert shown.startswith("Simulated: all 35 requests")
+    assert "As it ran: ttft_p50 0.1 measured, " in shown
+    assert "in whole match units of 32 tokens" in shown
 
 
 def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,11 +259,11 @@ def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.
     folder.mkdir()
     write_jsonl(resolve(config).trace, folder / "workload.jsonl")
     assert main(["advise", str(folder), "--model", "llama3_8b", "--device", "h100"]) == 0
-    assert "simulated 6 requests on h100 with llama-3-8b" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith("Simulated: all 6 requests")
 
 
 def test_no_command_is_given_for_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", str(write(tmp_path, 100, 20, 20, 30, 1.0))]) == 0
+    assert main(["advise", str(write(tmp_path, 100, 20, 20, 30, 1.0)), "--requests", "40"]) == 0
     shown = capsys.readouterr().out
     assert "tiny-llama is a toy with random weights" in shown
     assert "vllm serve" not in shown

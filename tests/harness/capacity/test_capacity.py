@@ -9,24 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.capacity import (
-    CapacityAnswer,
-    Trial,
-    Trials,
-    best_block_size,
-    beyond_peak,
-    broken_goals,
-    estimate,
-    highest,
-    highest_rate,
-    parse_slo,
-    smallest,
-    smallest_pool,
-)
-from harness.capacity.page import CapacityStudy, answer_text, left_out_text, notes, write_study
+from harness.capacity import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
+from harness.capacity.case import Case
+from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
+from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
 from harness.config.errors import UserError
-from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig
+from harness.config.schema import CostKind, Oversize, RunConfig
+from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 
 @given(st.floats(1e-2, 1e5), st.floats(1e-2, 1e5))
@@ -103,121 +93,164 @@ def single_server() -> RunConfig:
 def test_the_rate_of_a_single_server_is_below_one_over_its_service_time() -> None:
     """A mean wait of one service time is met up to a utilisation of 2/3 by M/D/1, below that with ragged service."""
     config = single_server()
-    service = Trials(config, ()).run(0, rate=1e-3).metrics["e2e_mean"]
-    answer = highest_rate(Trials(config, parse_slo(f"queue_mean<{service:.4f}")), 2, 0.1, lambda _: None)
+    service = Case(config, ()).run(rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(Case(config, parse_slo(f"queue_mean<{service:.4f}")), 2, 0.1, lambda _: None)
     assert answer.value is not None
     assert 0.25 / service < answer.value.mean < 0.9 / service
     assert answer.value.low is not None
 
 
-def test_arrivals_are_drawn_anew_for_each_seed() -> None:
-    trials = Trials(single_server(), parse_slo("queue_mean<1"))
-    assert trials.config.replay.mode is ReplayMode.poisson
-    assert trials.run(0, rate=1.0).metrics != trials.run(1, rate=1.0).metrics
+def test_a_rate_that_only_a_short_trace_holds_is_no_answer() -> None:
+    """Thirty requests of 0.2 s each wait 6 s at most at any rate; one place serves 5 a second."""
+    config = single_server()
+    config.workload.num_requests = 30
+    service = Case(config, ()).run(rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(Case(config, parse_slo("ttft_p99<8")), 1, 0.2, lambda _: None)
+    assert answer.value is not None
+    assert 0.8 / service < answer.value.mean < 1.1 / service
+
+
+def test_a_number_in_the_server_that_grows_with_time_is_growth() -> None:
+    config = single_server()
+    config.workload.num_requests = 400
+    case = Case(config, ())
+    service = case.run(rate=1e-3).metrics["e2e_mean"]
+    assert case.run(rate=0.5 / service).growth == 0
+    assert case.run(rate=1.2 / service).growth == pytest.approx(1 / 6, abs=0.08)
+
+
+def test_drawn_requests_differ_by_seed() -> None:
+    case = Case(single_server(), parse_slo("queue_mean<1"))
+    assert case.draws
+    assert case.run(rate=1.0).metrics != case.run(rate=1.0, seed=1).metrics
 
 
 def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
     config = single_server()
     config.scheduler.max_running, config.workload.request_rate = 16, 2.0
     config.workload.num_requests = 60
-    trials = Trials(config, parse_slo("preemptions<1"))
-    answer = smallest_pool(trials, 1, lambda _: None)
+    case = Case(config, parse_slo("preemptions<1"))
+    answer = smallest_pool(case, 1, lambda _: None)
     assert answer.value is not None
     tokens = int(answer.value.mean)
     assert tokens < 4096
-    assert trials.run(0, pool_tokens=tokens).met
-    assert not trials.run(0, pool_tokens=tokens - 16).met
+    assert case.run({"cache.pool_tokens": tokens}).met
+    assert not case.run({"cache.pool_tokens": tokens - 16}).met
 
 
 def test_a_pool_that_no_size_helps_has_no_answer_but_a_reason() -> None:
-    answer = smallest_pool(Trials(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
+    answer = smallest_pool(Case(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
     assert answer.value is None
-    assert "8 times what is there. There ttft_mean is" in answer_text(answer)
+    assert "8 times what is there. There ttft_mean is" in answer.reason
 
 
 def test_a_pool_is_sought_above_the_configured_one() -> None:
     config = single_server()
-    config.scheduler.max_running, config.workload.request_rate, config.cache.pool_tokens = 16, 200.0, 256
+    config.scheduler.max_running, config.workload.request_rate, config.cache.pool_tokens = 16, 40.0, 256
     config.workload.num_requests = 60
-    assert not Trials(config, parse_slo("preemptions<0.5")).run(0).met
-    answer = smallest_pool(Trials(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    assert not Case(config, parse_slo("preemptions<0.5")).run().met
+    answer = smallest_pool(Case(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
     assert answer.value is not None
     assert answer.value.mean > 256
 
 
 def test_a_pool_larger_than_the_devices_memory_is_an_answer_that_says_so() -> None:
     config = single_server()
-    config.scheduler.max_running, config.workload.request_rate = 16, 200.0
+    config.scheduler.max_running, config.workload.request_rate = 16, 40.0
     config.workload.num_requests, config.cache.pool_tokens = 60, 256
     config.device.memory_gb, config.device.memory_utilization = 0.02, 1.0
-    answer = smallest_pool(Trials(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    answer = smallest_pool(Case(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
     assert answer.value is not None
-    assert "tokens that cpu holds" in answer_text(answer)
+    assert "tokens that cpu holds" in answer.reason
 
 
 def test_a_request_that_cannot_fit_the_pool_breaks_every_slo() -> None:
-    trials = Trials(single_server(), parse_slo("queue_mean<1e9"))
-    assert not trials.run(0, pool_tokens=16).met
-    assert trials.made[0].lost
+    case = Case(single_server(), parse_slo("queue_mean<1e9"))
+    assert not case.run({"cache.pool_tokens": 16}).met
+    assert case.made[0].lost
 
 
-def test_requests_longer_than_the_model_are_left_out_named_and_break_no_goal() -> None:
+def test_requests_longer_than_the_model_are_named_first_and_break_no_goal() -> None:
     config = single_server()
     config.cache.max_model_len = 100
-    trials = Trials(config, parse_slo("queue_mean<1e9"))
-    assert trials.run(0).met
-    assert left_out_text(trials.made).startswith("Left out: ")
-    assert not trials.made[0].lost
+    case = Case(config, parse_slo("queue_mean<1e9"))
+    assert case.run().met
+    assert "longer than the 100 tokens that tiny-llama takes here; cache.max_model_len=" in str(case.scope)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 400), st.integers(1, 100)), min_size=1, max_size=30),
+    st.integers(16, 500),
+    st.integers(16, 400),
+    st.none() | st.integers(1, 40),
+)
+def test_nothing_is_left_out_without_being_named(
+    lengths: list[tuple[int, int]], longest: int, pool: int, most: int | None
+) -> None:
+    rows = tuple(
+        TraceRequest(index, index * 1000, prompt, output, (Segment(None, prompt),))
+        for index, (prompt, output) in enumerate(lengths)
+    )
+    config = single_server()
+    config.cache.max_model_len, config.cache.pool_tokens = longest, pool
+    header = TraceHeader("t", "simple", "t", CONTENT, None, 1, "", len(rows) + 2, len(rows), {"bad rows": 2})
+    scope = Case(config, (), Trace(header, rows), most).scope
+    tokens = sum(prompt + output for prompt, output in lengths)
+    assert (
+        scope.requests
+        == len(rows) + 2
+        == scope.simulated + sum(count for count, _ in scope.left_out.values())
+    )
+    known = sum(tokens for _, tokens in scope.left_out.values() if tokens >= 0)
+    assert scope.tokens == tokens == scope.simulated_tokens + known
+    assert all(
+        f"{count:,}" in str(scope) and reason in str(scope) for reason, (count, _) in scope.left_out.items()
+    )
+    assert ("of the tokens" in str(scope)) == (scope.simulated < scope.requests)
 
 
 def test_a_smaller_pool_never_meets_by_leaving_requests_out() -> None:
     config = single_server()
     config.workload.oversize = Oversize.drop
-    assert not Trials(config, parse_slo("queue_mean<1e9")).run(0, pool_tokens=64).met
+    assert not Case(config, parse_slo("queue_mean<1e9")).run({"cache.pool_tokens": 64}).met
 
 
 def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
-    trials = Trials(single_server(), parse_slo("queue_mean<1"))
-    answer = best_block_size(trials, [16, 512], 1, 0.2, lambda _: None)
+    case = Case(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(case, [16, 512], 1, 0.2, lambda _: None)
     assert [size for size, _ in answer.choices] == [16, 512]
     assert answer.value is not None
 
 
-def test_too_few_requests_for_a_steady_state_are_noted(tmp_path: Path) -> None:
+def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> None:
     config = single_server()
     config.workload.num_requests = 20
-    trials = Trials(config, parse_slo("queue_mean<1"))
-    answer = highest_rate(trials, 1, 0.1, lambda _: None)
-    study = CapacityStudy(
-        "q", [("model", "m")], parse_slo("queue_mean<1"), "rate", answer, trials.made, trials.made
-    )
-    assert any(note.startswith("Short:") for note in notes(study))
-    page = write_study(study, tmp_path).read_text()
+    case = Case(config, parse_slo("queue_mean<1"))
+    answer = highest_rate(case, 1, 0.1, lambda _: None)
+    assert answer.reason == "20 requests are too few to answer from; give 30 or more"
+    page = write_study(CapacityStudy("q", [("model", "m")], case, "rate", answer, []), tmp_path).read_text()
     assert "No answer: see the reason below." in page
-    assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(trials.made)
-    assert (tmp_path / "capacity.csv").read_text().count("\n") == len(trials.made) + 1
+    assert "Simulated: all 20 requests" in page
+    assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(case.made)
+    assert (tmp_path / "capacity.csv").read_text().count("\n") == len(case.made) + 1
 
 
-def test_a_rate_says_over_which_load_it_was_found() -> None:
-    answer = CapacityAnswer("q", "requests/s", estimate([4.0]))
-    trial = Trial(4.0, 100, 16, 0, {}, {"finished": 20}, None, ())
-    study = CapacityStudy("q", [], (), "rate", answer, [trial], [trial])
-    assert any(
-        note.startswith("Found over 20 requests a simulation, which arrive in 5 s.") for note in notes(study)
-    )
+def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
+    case = Case(single_server(), parse_slo("queue_mean<1"))
+    answer = highest_rate(case, 1, 0.3, lambda _: None)
+    said = notes(CapacityStudy("q", [], case, "rate", answer, []))
+    assert any(note.startswith("It lasts: ") for note in said)
 
 
-def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_refused() -> None:
-    """100 tokens a request of a model with millions of weights, on a device of 1 megaFLOP/s."""
+def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_not_even_simulated() -> None:
     config = single_server()
     config.device.name, config.device.tflops = "gpu", 1e-6
-    trials = Trials(config, ())
-    trials.made.append(Trial(10.0, 100, 16, 0, {"computed_tokens": 2000.0}, {"finished": 20}, None, ()))
-    assert "requests/s meet the SLO for the 20 requests of a simulation, but need" in beyond_peak(
-        trials, 10.0
-    )
-    trials.config.device.tflops = 1e6
-    assert beyond_peak(trials, 10.0) == ""
+    case = Case(config, ())
+    most, what = case.most_rate
+    assert what == "FLOP/s"
+    answer = highest_rate(case, 1, 0.05, lambda _: None)
+    assert answer.value is None or answer.value.mean <= most
+    assert all((trial.rate or 0.0) <= most for trial in case.made if not trial.end)
 
 
 def test_the_command_finds_writes_and_prints(
@@ -228,7 +261,8 @@ def test_the_command_finds_writes_and_prints(
     code = main([*words, "cost=roofline", "workload.num_requests=30"])
     said = capsys.readouterr().out
     assert code == 0
-    assert "highest request rate that meets the SLO" in said
+    assert said.startswith("Simulated: all 30 requests")
+    assert "The SLO (ttft_p99 ≤ 0.04 s) holds up to" in said
     assert (tmp_path / "cap" / "capacity.html").exists()
 
 
@@ -239,8 +273,8 @@ def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.nightly
 def test_no_block_size_is_the_best_where_one_holds_any_rate() -> None:
-    trials = Trials(single_server(), parse_slo("ttft_p99<1e9"))
-    answer = best_block_size(trials, [16, 512], 1, 0.2, lambda _: None)
+    case = Case(single_server(), parse_slo("ttft_p99<1e9"))
+    answer = best_block_size(case, [16, 512], 1, 0.2, lambda _: None)
     assert answer.value is None
     assert "blocks of 512: 1e+06 requests/s still meet the SLO" in answer.reason
 
@@ -256,7 +290,7 @@ def test_block_sizes_that_are_no_choice_are_refused(
 def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Trials, "run", None)
+    monkeypatch.setattr(Case, "run", None)
     (tmp_path / "there").write_text("")
     assert main(["capacity", "cost=roofline", "--out", str(tmp_path / "there")]) == 2
     assert "is not a folder" in capsys.readouterr().err
@@ -264,17 +298,17 @@ def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
 
 @pytest.mark.nightly
 def test_a_best_block_size_without_a_clear_lead_says_so() -> None:
-    trials = Trials(single_server(), parse_slo("queue_mean<1"))
-    answer = best_block_size(trials, [16, 32], 2, 0.2, lambda _: None)
+    case = Case(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(case, [16, 32], 2, 0.2, lambda _: None)
     assert answer.value is not None
-    assert "not clearly better than 32: the intervals overlap" in answer_text(answer)
+    assert "not clearly better than 32: the intervals overlap" in answer_text(case, answer)
 
 
 def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> None:
-    trials = Trials(single_server(), parse_slo("queue_mean<1"))
-    answer = best_block_size(trials, [16, 32], 1, 0.3, lambda _: None)
+    case = Case(single_server(), parse_slo("queue_mean<1"))
+    answer = best_block_size(case, [16, 32], 1, 0.3, lambda _: None)
     said = [("not priced", "block size: attention takes as long at any block size")]
-    study = CapacityStudy("q", said, parse_slo("queue_mean<1"), "block", answer, trials.made, trials.made)
+    study = CapacityStudy("q", said, case, "block", answer, case.made)
     assert any("does not price block size" in note for note in notes(study))
 
 
@@ -283,7 +317,7 @@ def test_the_answer_does_not_depend_on_the_number_of_workers() -> None:
     slo = parse_slo("queue_mean<1")
     found = []
     for workers in (1, 2):
-        trials = Trials(replace(single_server(), workers=workers), slo)
-        found.append((highest_rate(trials, 3, 0.2, lambda _: None), trials.made))
+        case = Case(replace(single_server(), workers=workers), slo)
+        found.append((highest_rate(case, 3, 0.2, lambda _: None), case.made))
     assert found[0] == found[1]
     assert {trial.seed for trial in found[0][1]} == {0, 1, 2}

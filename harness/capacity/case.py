@@ -1,0 +1,485 @@
+"""A case: a deployment under the requests of a trace, at any rate and with other settings; what of the trace that is.
+
+`advise` and `capacity` ask a `Case`, and nothing else simulates for them. A `Trial` is the answer for one rate and some
+changed settings. A rate is that of the requests that are served: their recorded times are scaled, as
+`workload.request_rate` does. A trial meets the SLO only if all requests finish within every goal, and if the number of
+requests in the server does not grow while they arrive (`growth`).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import ceil, inf
+from typing import Any
+
+import numpy as np
+
+from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
+from harness.config.errors import ConfigError, UserError
+from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat, WeightDtype
+from harness.config.values import replaced
+from harness.metrics import METRICS
+from harness.metrics.log import RunLog
+from harness.point.cost import at_end, cost_model
+from harness.workload.point import NEVER_FITS, TOO_LONG, Point, resolve
+from harness.workload.simulate import obstacle, predict
+from harness.workload.trace import reshaped_trace, retimed
+from traces.analysis.reuse import shared_prefix_tokens
+from traces.reshape import repeated, sampled, set_rate
+from traces.trace import Trace, TraceRequest
+
+# Fewer requests than this are too little data for an answer.
+FEWEST = 30
+# Requests that are simulated of a longer trace: compiled, by the policy core, and by the policy core in groups.
+MOST_COMPILED, MOST_IN_CORE, MOST_IN_GROUPS = 20_000, 2_000, 500
+_MEAN_STAYS = 20.0  # mean stays in the server that the arrivals must span, so that growth shows
+_SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound within the arrivals
+_WINDOWS = 10  # of the test for growth; the first is the start-up
+_STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
+_LEAST_GROWTH = 0.01  # of the arriving requests
+_BUSY = 4  # the busiest window has one of so many requests
+_LEAST_BUSY = 500
+_NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
+NOT_SAMPLED = "not among those that are simulated (--requests)"
+LOST = {
+    "rejected": "were rejected",
+    "unfinished": "did not finish",
+    NEVER_FITS: "never fit the pool and the limits of the scheduler",
+}
+"""Outcomes that break every SLO, in words."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is simulated of what; tokens are those of prompts and outputs, -1 where they are not known.
+
+    `left_out` has requests and tokens by reason. With the simulated requests they are all `requests` of the source.
+    """
+
+    requests: int
+    tokens: int
+    simulated: int
+    simulated_tokens: int
+    left_out: Mapping[str, tuple[int, int]]
+    window: str = ""
+
+    def __str__(self) -> str:
+        """The first line of every answer."""
+        share = f"{_percent(self.simulated_tokens, self.tokens)} of the tokens"
+        of_all = f"all {self.requests:,} requests"
+        if self.left_out:
+            of_all = f"{self.simulated:,} of {self.requests:,} requests with {share}"
+        parts = [f"Simulated: {of_all}" + (f", {self.window}." if self.window else ".")]
+        parts += [
+            f"Left out: {count:,} ({_percent(count, self.requests)})"
+            + (f" with {_percent(tokens, self.tokens)} of the tokens" if tokens >= 0 else "")
+            + f", {reason}."
+            for reason, (count, tokens) in self.left_out.items()
+        ]
+        return " ".join(parts)
+
+
+def _percent(part: float, whole: float) -> str:
+    share = 100 * part / whole if whole else 0.0
+    return f"{share:.0f} %" if not 0 < share < 1 and not 99 < share < 100 else f"{share:.3g} %"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The result of one candidate under one seed. `changes` are its settings by key, beside those of the case.
+
+    `growth` is the share of the arriving requests by which the number in the server grows; 0: it does not. `end` is the
+    end of what the cost model assumes: slow, fast, or empty for neither.
+    """
+
+    rate: float | None
+    changes: Mapping[str, Any]
+    seed: int
+    metrics: Mapping[str, float]
+    outcome: Mapping[str, int]
+    extrapolated: Mapping[str, Any] | None
+    broken: Slo
+    growth: float = 0.0
+    span_s: float = 0.0
+    end: str = ""
+
+    @property
+    def lost(self) -> int:
+        """Requests that did not finish."""
+        return sum(count for name, count in self.outcome.items() if name in LOST)
+
+    @property
+    def met(self) -> bool:
+        """Whether all requests finished, within every goal, and no queue grew."""
+        return not self.lost and not self.broken and not self.growth
+
+    def worst(self, slo: Slo) -> float:
+        """The figure of the SLO that is farthest from its bound, as a multiple of it; infinite if requests are lost.
+
+        Where the number in the server grows, a load above what is served counts as a figure above its bound.
+        """
+        shares = [goal.share(self.metrics) for goal in slo]
+        return inf if self.lost else max([*shares, 1 + self.growth if self.growth else 0.0])
+
+    def why(self) -> str:
+        """Why it does not meet the SLO, in words; empty if it does."""
+        found = [
+            f"{count:,} requests {LOST[name]}"
+            for name, count in self.outcome.items()
+            if count and name in LOST
+        ]
+        found += [f"{goal.metric} is {self.metrics[goal.metric]:.3g}" for goal in self.broken]
+        if self.growth:
+            found.append(f"requests in the server grow by {100 * self.growth:.0f} % of those that arrive")
+        return " and ".join(found)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The case's requests under some settings and a seed; `missing` of them cannot be served then."""
+
+    point: Point
+    missing: int
+
+
+@dataclass
+class Case:
+    """A configuration, an SLO, and requests: those of the configuration, or `recorded` ones.
+
+    `requests` is the most that a trial simulates; None: as many as take seconds. `made` has all trials.
+    """
+
+    config: RunConfig
+    slo: Slo
+    recorded: Trace | None = None
+    requests: int | None = None
+    made: list[Trial] = field(default_factory=list)
+    _parts: dict[Any, _Part] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        """Nothing is measured, and requests that cannot be served are counted."""
+        alone = {
+            "measure": False,
+            "replay.optimum": False,
+            "replay.residency": None,
+            "replay.kv_events": False,
+        }
+        self.config = replaced(self.config, {**alone, "workload.oversize": Oversize.drop})
+
+    # -- what is simulated ---------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Trace:
+        """All requests of the source, as they would be sent."""
+        return self.recorded or retimed(reshaped_trace(self.config), self.config)
+
+    @cached_property
+    def served(self) -> Point | None:
+        """The requests that this deployment can serve; None if there are none."""
+        try:
+            return resolve(self.config, self.recorded)
+        except ConfigError as error:
+            if error.key != "workload.oversize":
+                raise
+            return None
+
+    @cached_property
+    def trace(self) -> Trace:
+        """The requests that are simulated. Raises UserError, with the scope, if there are none."""
+        if self.served is None:
+            raise UserError(f"{self.scope} No answer.")
+        return self._sample(self.served.trace)
+
+    @property
+    def most(self) -> int:
+        """How many requests are simulated at most."""
+        if self.requests is not None or self.served is None:
+            return self.requests or 1
+        if self.served.pool.groups is not None:
+            return MOST_IN_GROUPS
+        return MOST_IN_CORE if obstacle(self.served, cost_model(self.served.deployment)) else MOST_COMPILED
+
+    def _sample(self, trace: Trace) -> Trace:
+        return sampled(trace, self.most) if len(trace.requests) > self.most else trace
+
+    @cached_property
+    def scope(self) -> Scope:
+        """What is simulated of what, and why not all."""
+        whole = self.whole
+        left = {f"dropped by the reader: {why}": (count, -1) for why, count in whole.header.dropped.items()}
+        served = self.served.trace.requests if self.served else ()
+        reasons = dict(self.served.trace.header.dropped) if self.served else {}
+        kept = {row.request_id for row in served}
+        lost = [row for row in whole.requests if row.request_id not in kept]
+        longest = self.longest
+        too_long = [row for row in lost if _tokens([row]) > longest]
+        others = [row for row in lost if _tokens([row]) <= longest]
+        if too_long and (TOO_LONG in reasons or self.served is None):
+            text = f"longer than the {longest:,} tokens that {self.config.model.name} takes here"
+            left[text + self._who_takes(too_long)] = len(too_long), _tokens(too_long)
+        if others:
+            left["which never fit the pool or the limits of the scheduler"] = len(others), _tokens(others)
+        simulated = self._sample(self.served.trace) if self.served else None
+        rows = simulated.requests if simulated else ()
+        if len(rows) < len(served):
+            left[NOT_SAMPLED] = len(served) - len(rows), _tokens(served) - _tokens(rows)
+        every = len(whole.requests) + sum(whole.header.dropped.values())
+        return Scope(every, _tokens(whole.requests), len(rows), _tokens(rows), left, _window(simulated))
+
+    @property
+    def longest(self) -> int:
+        """The longest sequence that is served, in tokens."""
+        from harness.workload.deployment import max_position
+
+        return self.config.cache.max_model_len or max_position(self.config.model)
+
+    def _who_takes(self, rows: Sequence[TraceRequest]) -> str:
+        """The preset of the same shape that takes the longest of `rows`, or what else would."""
+        from harness.capacity.flags import longer_preset
+        from harness.workload.deployment import max_position
+
+        needed = max(_tokens([row]) for row in rows)
+        own = max_position(self.config.model)
+        if needed <= own:
+            return f"; cache.max_model_len={needed} takes them"
+        name, takes = longer_preset(self.config, needed)
+        if name is None:
+            return ""
+        return f"; model={name} takes " + ("them" if takes >= needed else f"those of up to {takes:,}")
+
+    @property
+    def rate(self) -> float | None:
+        """Requests per second that are served at the times of the trace; None where all arrive at once."""
+        return self.trace.mean_rate
+
+    @property
+    def held_back(self) -> str:
+        """What sets the rate instead of the arrivals, in words; empty where nothing does."""
+        replay, client = self.config.replay, self.whole.header.client
+        if replay.mode in (ReplayMode.closed, ReplayMode.offline):
+            return f"replay.mode={replay.mode}"
+        most = client.max_in_flight if replay.max_in_flight is None else replay.max_in_flight
+        if most:
+            return f"the client has at most {most:,} requests in flight"
+        return "" if self.rate else "all requests arrive at one instant"
+
+    @property
+    def draws(self) -> bool:
+        """Whether another seed gives other requests or arrivals."""
+        config = self.config
+        drawn = config.replay.mode in (ReplayMode.poisson, ReplayMode.gamma)
+        made = config.trace.format is TraceFormat.generated or config.workload.prefix_share is not None
+        return self.recorded is None and (drawn or made)
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether it is known how far the cost model may be wrong."""
+        if self.served is None:
+            return False
+        deployment = self.served.deployment
+        return at_end(deployment, cost_model(deployment), fastest=True) is not None
+
+    def anew(self) -> "Case":
+        """The same without trials, for another process."""
+        return Case(self.config, self.slo, self.recorded, self.requests)
+
+    # -- trials --------------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        rate: float | None = None,
+        seed: int = 0,
+        busiest: bool = False,
+        end: str = "",
+    ) -> Trial:
+        """Simulate one candidate. None leaves the rate as it is.
+
+        With `busiest` only the window with the most tokens a second is simulated. `end` takes the fast or slow
+        end of what the cost model assumes. A request that fits the case and not these settings breaks the SLO.
+
+        Raises:
+            ConfigError: a setting is not allowed.
+        """
+        changes = changes or {}
+        try:
+            part = self._part(changes, seed)
+        except ConfigError as error:
+            if error.key not in ("workload.oversize", "cache.pool_tokens"):
+                raise
+            outcome = {NEVER_FITS: len(self.trace.requests)}
+            return self._kept(Trial(rate, changes, seed, {}, outcome, None, ()))
+        trace = part.point.trace
+        if rate is not None:
+            trace = set_rate(trace, rate)
+        if busiest:
+            trace = busiest_window(trace)
+            return self._kept(self._simulated(part, trace, rate, changes, seed, end))
+        copies = self._copies(trace, self._least_span_s)
+        trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
+        more = self._copies(trace, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))
+        if trial.met and more > copies:
+            trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
+        return self._kept(trial)
+
+    def _kept(self, trial: Trial) -> Trial:
+        self.made.append(trial)
+        return trial
+
+    @cached_property
+    def _least_span_s(self) -> float:
+        """So long must requests arrive that a load above what is served breaks a bound on latency."""
+        bounds = [goal.bound for goal in self.slo if goal.upper and METRICS[goal.metric].unit == LATENCY_UNIT]
+        return max(bounds, default=0.0) / _SHOWN_EXCESS
+
+    def _copies(self, trace: Trace, span_s: float) -> int:
+        """How often the trace is sent, one time after the other, to span so many seconds."""
+        if self.held_back or not trace.mean_rate:
+            return 1
+        count = len(trace.requests)
+        return max(1, min(ceil(span_s * trace.mean_rate / count), self.most // count))
+
+    def _part(self, changes: Mapping[str, Any], seed: int) -> _Part:
+        known = tuple(sorted(changes.items())), seed
+        if known not in self._parts:
+            seeds = {"workload.seed": self.config.workload.seed + seed} if seed else {}
+            values = {**in_the_same_memory(self.config, changes), **seeds}
+            point = resolve(replaced(self.config, values), self.recorded)
+            trace, missing = point.trace, 0
+            if changes:  # the same requests
+                here = {row.request_id for row in trace.requests}
+                trace = self._part({}, seed).point.trace
+                missing = sum(row.request_id not in here for row in trace.requests)
+            else:
+                trace = self._sample(trace)
+            self._parts[known] = _Part(point.of_trace(trace), missing)
+        return self._parts[known]
+
+    def _simulated(
+        self,
+        part: _Part,
+        trace: Trace,
+        rate: float | None,
+        changes: Mapping[str, Any],
+        seed: int,
+        end: str,
+    ) -> Trial:
+        if part.missing:
+            return Trial(rate, changes, seed, {}, {NEVER_FITS: part.missing}, None, ())
+        point, cost = part.point.of_trace(trace), cost_model(part.point.deployment)
+        if end:
+            cost = at_end(point.deployment, cost, end == "fast") or cost
+        found = predict(point, cost, rows=True)
+        grows = 0.0 if self.held_back else growth(found.log)
+        broken = broken_goals(self.slo, found.metrics)
+        span_s = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) / 1e6
+        facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end
+        return Trial(rate, changes, seed, *facts)
+
+    # -- what no simulation needs to show -------------------------------------------------------------------
+
+    @cached_property
+    def most_rate(self) -> tuple[float, str]:
+        """Requests per second that no device of this kind serves for long, and of what it has too little.
+
+        A request takes two operations for each weight and each token that is computed, prompt tokens that stood in an
+        earlier prompt left out; and each of its output tokens reads the KV of all before it in layers without a window.
+        Both are less than what it takes, so the rate is a bound. It is infinite for a CPU, whose peak is not known.
+        """
+        config, rows = self.config, self.trace.requests
+        device = config.device
+        if device.name == EngineDevice.cpu.value or self.served is None:
+            return inf, ""
+        shape = self.served.deployment.shape
+        shared = sum(shared_prefix_tokens(self.trace)) if config.cache.prefix_caching else 0
+        prompts, outputs = (
+            np.array([getattr(row, name) for row in rows], np.float64)
+            for name in ("prompt_tokens", "output_tokens")
+        )
+        flop = (
+            2.0 * shape.token_weights * float(prompts.sum() - shared + outputs.sum() - len(rows)) / len(rows)
+        )
+        whole = (shape.attention_layers - shape.windowed_layers) / shape.layers
+        read = whole * shape.kv_bytes_per_token * float((outputs * (prompts + outputs / 2)).sum()) / len(rows)
+        many = device.tensor_parallel * device.data_parallel
+        narrow = 1 if config.model.weight_dtype is WeightDtype.model else _NARROW
+        by = {
+            "FLOP/s": device.tflops * 1e12 * narrow * many / max(flop, 1.0),
+            "bytes/s": device.bandwidth_gbs * 1e9 * many / max(read, 1.0),
+        }
+        least = min(by, key=lambda name: by[name])
+        return by[least], least
+
+
+def in_the_same_memory(config: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The changes; a pool that is given in blocks keeps its tokens where the block size changes."""
+    cache = config.cache
+    if "cache.pool_tokens" in changes:
+        return {"cache.pool_blocks": None, **changes}
+    if "cache.block_size" in changes and cache.pool_blocks is not None:
+        return {
+            "cache.pool_tokens": cache.pool_blocks * cache.block_size,
+            "cache.pool_blocks": None,
+            **changes,
+        }
+    return dict(changes)
+
+
+def growth(log: RunLog) -> float:
+    """The share of the arriving requests by which the number in the server grows while they arrive; 0: not shown.
+
+    The number is averaged over ten windows of equal time, the first is left out as the start-up. It grows where the
+    slope over the others differs from 0 by Student's test at 99 %, and is at least 1 % of the arrivals.
+    """
+    arrived = np.sort(np.asarray(log.requests["arrival_s"], np.float64))
+    left = np.sort(np.nan_to_num(np.asarray(log.requests["finish_s"], np.float64), nan=np.inf))
+    span = float(arrived[-1] - arrived[0]) if len(arrived) else 0.0
+    if span <= 0 or len(arrived) < FEWEST:
+        return 0.0
+    at = np.linspace(arrived[0], arrived[-1], 40 * _WINDOWS)
+    inside = np.searchsorted(arrived, at, "right") - np.searchsorted(left, at, "right")
+    means = inside.reshape(_WINDOWS, -1).mean(axis=1)[1:]
+    place = np.arange(len(means)) - (len(means) - 1) / 2
+    spread = float((place**2).sum())
+    slope = float((place * means).sum()) / spread
+    off = means - means.mean() - slope * place
+    error = float(np.sqrt((off**2).sum() / (len(means) - 2) / spread))
+    share = slope * _WINDOWS / len(arrived)  # a window is a tenth of the time, in which a tenth arrives
+    return share if slope > _STUDENT * error and share >= _LEAST_GROWTH else 0.0
+
+
+def busiest_window(trace: Trace) -> Trace:
+    """The quarter of the requests, at least 500, in which most tokens arrive in a second."""
+    count = max(_LEAST_BUSY, len(trace.requests) // _BUSY)
+    if len(trace.requests) <= count:
+        return trace
+    first = _busiest(trace, count)
+    rows = trace.requests[first : first + count]
+    return trace.changed(rows, f"its busiest {count:,} requests, from number {first:,} on")
+
+
+def _busiest(trace: Trace, count: int) -> int:
+    """Where the `count` requests begin in which most tokens arrive in a second."""
+    tokens = np.cumsum([0, *(row.prompt_tokens + row.output_tokens for row in trace.requests)])
+    at = np.array([row.arrival_us for row in trace.requests], np.float64)
+    seconds = np.maximum(at[count - 1 :] - at[: len(at) - count + 1], 1.0)
+    return int(np.argmax((tokens[count:] - tokens[:-count]) / seconds))
+
+
+def _tokens(rows: Sequence[TraceRequest]) -> int:
+    return sum(row.prompt_tokens + row.output_tokens for row in rows)
+
+
+def _window(trace: Trace | None) -> str:
+    """The span of the requests, their rate, and when they are busiest."""
+    if trace is None or not trace.mean_rate:
+        return "all at one instant" if trace else ""
+    span_s = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) / 1e6
+    text = f"{span_s:,.0f} s at {trace.mean_rate:.3g} requests/s"
+    window = busiest_window(trace)
+    if window is trace:
+        return text
+    first, last = (window.requests[place].arrival_us / 1e6 for place in (0, -1))
+    times = _tokens(window.requests) / max(last - first, 1e-6) / (_tokens(trace.requests) / span_s)
+    return f"{text}; busiest from {first:,.0f} to {last:,.0f} s with {times:.2g} times the mean tokens/s"

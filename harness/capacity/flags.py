@@ -1,0 +1,97 @@
+"""The flags of vLLM for a configuration, its line `vllm serve`, and the names of models on the hub."""
+
+from typing import Any
+
+import yaml
+
+from engine.core.options import GroupPages
+from engine.runtime.options import VLLM_NAMES
+from harness.config.compose import TOY_MODELS
+from harness.config.groups import groups, option_file
+from harness.config.schema import RunConfig
+from harness.workload.deployment import deployment_of, layer_sets, max_position, model_shape
+
+HUB_IDS = {
+    "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite",
+    "gemma-2-9b": "google/gemma-2-9b",
+    "gemma-3-12b": "google/gemma-3-12b-it",
+    "gemma-3-27b": "google/gemma-3-27b-it",
+    "gpt-oss-20b": "openai/gpt-oss-20b",
+    "llama-13b": "huggyllama/llama-13b",
+    "llama-2-7b": "meta-llama/Llama-2-7b-hf",
+    "llama-3-8b": "meta-llama/Meta-Llama-3-8B",
+    "llama-3-70b": "meta-llama/Meta-Llama-3-70B",
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
+    "llama-3.1-70b": "meta-llama/Llama-3.1-70B",
+    "mistral-7b": "mistralai/Mistral-7B-v0.3",
+    "mixtral-8x7b": "mistralai/Mixtral-8x7B-v0.1",
+    "opt-13b": "facebook/opt-13b",
+    "opt-66b": "facebook/opt-66b",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
+    "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+}
+"""The id on the hub of each preset's checkpoint, by `model.name`. OPT-175B is not on the hub, toys are nowhere."""
+_SHAPE = ("family", "layers", "hidden", "heads", "kv_heads", "intermediate", "vocab")
+
+
+def serve_line(config: RunConfig) -> str:
+    """The command that serves this configuration with vLLM 0.33; empty for a toy with random weights.
+
+    A model that is not on the hub stands as MODEL, to be replaced.
+    """
+    model = config.model
+    if not model.path and model.name in TOY_MODELS:
+        return ""
+    return " ".join(["vllm serve", model.path or HUB_IDS.get(model.name, "MODEL"), *flags_of(config)])
+
+
+def flags_of(config: RunConfig) -> list[str]:
+    """vLLM's flags (0.33) for the configuration."""
+    cache, scheduler, device = config.cache, config.scheduler, config.device
+    said = {
+        "block_size": cache.block_size,
+        "max_running": scheduler.max_running,
+        "max_batched_tokens": scheduler.max_batched_tokens,
+        "max_model_len": cache.max_model_len or max_position(config.model),
+        "memory_utilization": f"{device.memory_utilization:g}" if deployment_of(config).pool.memory else None,
+        "prefix_caching": cache.prefix_caching,
+        "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
+        "data_parallel": device.data_parallel if device.data_parallel > 1 else None,
+    }
+    if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval != 0:
+        said["retention_interval"] = str(cache.retention_interval)  # vLLM reads the word None
+    if config.device.expert_parallel:
+        said["expert_parallel"] = True
+    flags = []
+    for ours, value in said.items():
+        name = VLLM_NAMES[ours].replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{name}" if value else f"--no-{name}")
+        elif value is not None:
+            flags.append(f"--{name} {value}")
+    if cache.groups is GroupPages.off and any(each.window for each in layer_sets(model_shape(config.model))):
+        flags.append("--disable-hybrid-kv-cache-manager")
+    return flags
+
+
+def preset(group: str, name: str) -> dict[str, Any]:
+    """The values of a preset's file, by key."""
+    found: dict[str, Any] = yaml.safe_load(option_file(group, name).read_text(encoding="utf-8"))
+    return found
+
+
+def longer_preset(config: RunConfig, needed: int) -> tuple[str | None, int]:
+    """The preset of the model's shape that takes `needed` tokens, else the longest beyond the model's, and its length.
+
+    None, 0: no preset of the shape takes more than the model.
+    """
+    own, found = config.model, list[tuple[int, str]]()
+    for name in groups()["model"] if not own.path else ():
+        model = preset("model", name)
+        if all(model.get(key) == getattr(own, key) for key in _SHAPE):
+            found.append((int(model["max_position"]), name))
+    longer = [one for one in found if one[0] > max_position(own)]
+    takes = min((one for one in longer if one[0] >= needed), default=max(longer, default=(0, None)))
+    return takes[1], takes[0]
