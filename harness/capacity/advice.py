@@ -6,7 +6,7 @@ on all requests, and kept if the highest rate is higher for it. A flag that help
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from statistics import median
 from typing import Any
@@ -233,15 +233,23 @@ def _impossible(case: Case, advice: Advice, slow: Trial, own: Trial, tell: Tell)
     """Which SLO and which device would do where no rate does."""
     if slow.lost:
         return
-    would = ",".join(
-        f"{goal.metric}{'<' if goal.upper else '>'}"
-        f"{slow.metrics[goal.metric] * (_SLACK if goal.upper else 1 / _SLACK):.2g}"
-        for goal in slow.broken
+    relaxed = tuple(
+        replace(
+            goal, bound=float(f"{slow.metrics[goal.metric] * (_SLACK if goal.upper else 1 / _SLACK):.2g}")
+        )
+        if goal in slow.broken
+        else goal
+        for goal in case.slo
     )
-    if would:
-        text = f"An SLO that a request alone meets here, with a tenth to spare: {would}"
+    if slow.broken:
+        tell("an SLO that would do")
+        found = highest_rate(Case(case.config, relaxed, case.recorded, case.requests), 1, 4 * PRECISION, tell)
+        would = ",".join(f"{one.metric}{'<' if one.upper else '>'}{one.bound:g}" for one in relaxed)
+        text = f"An SLO that would do, with a tenth to spare where requests hardly meet: {would}"
+        if found.value is not None:
+            text += f"; it holds up to {found.value.mean:.3g} requests/s"
         if own.growth:
-            text += f"; at the {case.rate:.3g} requests/s of the trace none would, because {own.why()}"
+            text += f". At the {case.rate:.3g} requests/s of the trace none would, because {own.why()}"
         advice.answers.append(f"{text}.")
     tell("other devices")
     for name, changes in _devices(case.config):
