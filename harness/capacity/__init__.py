@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from harness.capacity.case import FEWEST, Case, Trial
+from harness.capacity.case import FEWEST, LoadCase, Trial
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import workers_that_fit
 from harness.config.schema import RunConfig
@@ -144,14 +144,14 @@ RATE = "highest request rate that meets the SLO"
 Changes = Mapping[str, Any]
 
 
-def too_few(case: Case) -> str:
+def too_few(case: LoadCase) -> str:
     """Why nothing is answered from so few requests; empty where there are enough."""
     count = len(case.trace.requests)
     return f"{count} requests are too few to answer from; give {FEWEST} or more" if count < FEWEST else ""
 
 
 def highest_rate(
-    case: Case, seeds: int, precision: float, tell: Tell, changes: Changes | None = None
+    case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Changes | None = None
 ) -> CapacityAnswer:
     """The highest rate of served requests that meets the SLO and lasts.
 
@@ -174,7 +174,7 @@ _FURTHEST = 2.5  # times slower or faster at the ends of what a cost model assum
 _HALVINGS = 3  # of that range, so that an end is known within 12 %
 
 
-def _band(case: Case, rate: float, changes: Changes) -> tuple[float, float] | None:
+def _band(case: LoadCase, rate: float, changes: Changes) -> tuple[float, float] | None:
     """Rates between which the highest one lies, by the slow and the fast end of what the cost model assumes."""
     if not case.has_ends:
         return None
@@ -188,7 +188,7 @@ def _band(case: Case, rate: float, changes: Changes) -> tuple[float, float] | No
     return ends[0], ends[1]
 
 
-def _rates(case: Case, seeds: int, precision: float, tell: Tell, changes: Changes) -> Estimate | NoEdge:
+def _rates(case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Changes) -> Estimate | NoEdge:
     """One edge for each seed.
 
     Raises:
@@ -222,7 +222,7 @@ class _RateSearch:
     precision: float
     changes: Changes
 
-    def __call__(self, case: Case, seed: int, start: float) -> Edge:
+    def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
         most, _ = case.most_rate
 
         def meets(rate: float) -> bool:
@@ -241,17 +241,17 @@ class _PoolSearch:
     block_size: int
     largest: int
 
-    def __call__(self, case: Case, seed: int, start: float) -> Edge:
+    def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
         def meets(blocks: int) -> bool:
             return case.run({"cache.pool_tokens": blocks * self.block_size}, seed=seed).met
 
         return Edge(smallest(meets, start=int(start), high=self.largest), None, 0)
 
 
-_Search = Callable[[Case, int, float], Edge]
+_Search = Callable[[LoadCase, int, float], Edge]
 
 
-def _of_seeds(case: Case, seeds: int, search: _Search, start: float) -> Iterator[Edge]:
+def _of_seeds(case: LoadCase, seeds: int, search: _Search, start: float) -> Iterator[Edge]:
     """The edges of the seeds, in order. The first seed starts at `start`, the others at its edge.
 
     The others are searched in `workers` processes (0: one a core, if the first took so long that it is worth them).
@@ -273,7 +273,7 @@ def _of_seeds(case: Case, seeds: int, search: _Search, start: float) -> Iterator
 @dataclass(frozen=True)
 class _Job:
     search: _Search
-    case: Case
+    case: LoadCase
     seed: int
     start: float
 
@@ -294,7 +294,7 @@ def device_blocks(config: RunConfig) -> int | None:
         return None
 
 
-def smallest_pool(case: Case, seeds: int, tell: Tell) -> CapacityAnswer:
+def smallest_pool(case: LoadCase, seeds: int, tell: Tell) -> CapacityAnswer:
     """The smallest pool, in whole blocks, that meets the SLO at the configured rate.
 
     It may be larger than the configured pool, and larger than the device's memory; the answer says so then.
@@ -322,7 +322,7 @@ def smallest_pool(case: Case, seeds: int, tell: Tell) -> CapacityAnswer:
 
 
 def best_block_size(
-    case: Case, sizes: Sequence[int], seeds: int, precision: float, tell: Tell
+    case: LoadCase, sizes: Sequence[int], seeds: int, precision: float, tell: Tell
 ) -> CapacityAnswer:
     """The block size with the highest rate. `choices` has the rates of all sizes; their intervals may overlap.
 
@@ -358,7 +358,7 @@ def _lead(rates: Mapping[float, Estimate], best: float, precision: float) -> str
     return f"not clearly better than {names}: the intervals overlap" if alike else ""
 
 
-def curve(case: Case, middle: float, seeds: int, points: int = 7) -> list[Trial]:
+def curve(case: LoadCase, middle: float, seeds: int, points: int = 7) -> list[Trial]:
     """The trials made so far from half to one and a half of `middle`, and more between them, for the picture."""
     rates = [middle * (0.5 + place / (points - 1)) for place in range(points)]
     near = [one for one in case.made if rates[0] <= (one.rate or 0.0) <= rates[-1] and not one.end]

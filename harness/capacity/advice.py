@@ -1,6 +1,6 @@
 """Advice for a workload on a model and a device: the rate that it holds, which flags matter, and what goes wrong first.
 
-Every answer comes from trials of a `Case`, and from exact counts over its trace. Flags come from a search: each is
+Every answer comes from trials of a `LoadCase`, and from exact counts over its trace. Flags come from a search: each is
 tried alone at the rate that breaks the SLO, in the busiest window of the requests. Those that help are tried together
 on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps its value.
 """
@@ -15,7 +15,7 @@ from engine.core.memory.group_layout import unseen_share
 from engine.core.options import CachePolicy, GroupPages
 from engine.runtime.options import VLLM_NAMES
 from harness.capacity import CapacityAnswer, Changes, Tell, highest_rate, too_few
-from harness.capacity.case import Case, Trial
+from harness.capacity.case import LoadCase, Trial
 from harness.capacity.flags import preset
 from harness.capacity.slo import Slo
 from harness.config.errors import ConfigError
@@ -48,7 +48,7 @@ _DEVICES = ("h200", "b200")
 
 
 @dataclass(frozen=True)
-class Effect:
+class FlagEffect:
     """What one value of a flag does where the SLO breaks: its worst figure over that of the present value."""
 
     key: str
@@ -68,7 +68,7 @@ class Advice:
     answers: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     floor: str = ""
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[FlagEffect] = field(default_factory=list)
     answer: CapacityAnswer | None = None
     config: RunConfig | None = None
     simulations: int = 0
@@ -79,7 +79,7 @@ def flag(key: str) -> str:
     return VLLM_NAMES.get(key.rpartition(".")[2], key)
 
 
-def advise(case: Case, tell: Tell, measured: Mapping[str, float] | None = None) -> Advice:
+def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = None) -> Advice:
     """Advice for the case; `measured` are figures of a log of this deployment, by metric.
 
     Raises:
@@ -111,7 +111,7 @@ def beside(own: Trial, measured: Mapping[str, float]) -> str:
     return f"As it ran: {'; '.join(pairs)}."
 
 
-def _by_rate(case: Case, advice: Advice, own: Trial, tell: Tell) -> None:
+def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     """The highest rate, the flags that raise it, what breaks first, and the GPUs for the asked rate."""
     tell("the highest rate")
     answer = highest_rate(case, 1, PRECISION, lambda _: None)
@@ -140,7 +140,7 @@ def _by_rate(case: Case, advice: Advice, own: Trial, tell: Tell) -> None:
     advice.config = replaced(case.config, {**changes, "device.data_parallel": replicas[0]})
 
 
-def _held_back(case: Case, advice: Advice, own: Trial, tell: Tell) -> None:
+def _held_back(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     """The same where the client sets the rate: whether the SLO holds, and which flags help."""
     rate = own.metrics.get("request_throughput", 0.0)
     met = "is met" if own.met else f"is not met: {own.why()}"
@@ -166,7 +166,7 @@ def goals(slo: Slo) -> str:
     return ", ".join(map(str, slo))
 
 
-def rate_text(case: Case, answer: CapacityAnswer) -> str:
+def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
     """The highest rate with its bounds, the same for every command that states one."""
     assert answer.value is not None
     rate, own = answer.value.mean, case.rate or 0.0
@@ -178,7 +178,7 @@ def rate_text(case: Case, answer: CapacityAnswer) -> str:
     return f"{text}, {compared}." if compared else f"{text}."
 
 
-def breaks_first(case: Case, bad: Trial) -> str:
+def breaks_first(case: LoadCase, bad: Trial) -> str:
     """What breaks first when the load grows, from the trial just above the highest rate."""
     _, what = case.most_rate
     if not bad.metrics:
@@ -199,7 +199,7 @@ def breaks_first(case: Case, bad: Trial) -> str:
     return f"What breaks first, at {bad.rate:.3g} requests/s: {bad.why()}. It is {cause}."
 
 
-def _replicas(case: Case, answer: CapacityAnswer, changes: Changes, tell: Tell) -> tuple[int, str]:
+def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Tell) -> tuple[int, str]:
     """How many replicas hold the asked rate, each tried, and the sentence that says so."""
     assert answer.value is not None
     asked, device = case.rate or 0.0, case.config.device
@@ -229,7 +229,7 @@ def _gpus(count: int, name: str) -> str:
     return f"{count} x {name}"
 
 
-def _impossible(case: Case, advice: Advice, slow: Trial, own: Trial, tell: Tell) -> None:
+def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: Tell) -> None:
     """Which SLO and which device would do where no rate does."""
     if slow.lost:
         return
@@ -243,7 +243,9 @@ def _impossible(case: Case, advice: Advice, slow: Trial, own: Trial, tell: Tell)
     )
     if slow.broken:
         tell("an SLO that would do")
-        found = highest_rate(Case(case.config, relaxed, case.recorded, case.requests), 1, 4 * PRECISION, tell)
+        found = highest_rate(
+            LoadCase(case.config, relaxed, case.recorded, case.requests), 1, 4 * PRECISION, tell
+        )
         would = ",".join(f"{one.metric}{'<' if one.upper else '>'}{one.bound:g}" for one in relaxed)
         text = f"An SLO that would do, with a tenth to spare where requests hardly meet: {would}"
         if found.value is not None:
@@ -286,7 +288,7 @@ def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
 # -- flags -------------------------------------------------------------------------------------------------
 
 
-def effects(case: Case, rate: float | None) -> list[Effect]:
+def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
     """What each candidate does alone at `rate` in the busiest window, the largest effect first."""
     base = case.run(rate=rate, busiest=True)
     found = []
@@ -300,29 +302,31 @@ def effects(case: Case, rate: float | None) -> list[Effect]:
                 trial = case.run({key: value}, rate=rate, busiest=True)
             except ConfigError:
                 continue  # this value is not allowed here
-            found.append(Effect(key, value, trial, trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)))
+            found.append(
+                FlagEffect(key, value, trial, trial.worst(case.slo) / max(base.worst(case.slo), 1e-9))
+            )
     return sorted(found, key=lambda one: -max(one.worse, 1 / max(one.worse, 1e-9)))
 
 
-def _applies(case: Case, key: str) -> bool:
+def _applies(case: LoadCase, key: str) -> bool:
     pool = deployment_of(case.config).pool
     if key == "device.memory_utilization":
         return pool.memory is not None
     return pool.policy is CachePolicy.paged or not key.startswith("cache.")
 
 
-def _better(found: Sequence[Effect]) -> dict[str, Any]:
+def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:
     """The best value of each flag that helps."""
-    best: dict[str, Effect] = {}
+    best: dict[str, FlagEffect] = {}
     for one in found:
         if one.worse < _HELPS and (one.key not in best or one.worse < best[one.key].worse):
             best[one.key] = one
     return {key: one.value for key, one in best.items()}
 
 
-def matters(found: Sequence[Effect]) -> str:
+def matters(found: Sequence[FlagEffect]) -> str:
     """The two flags that matter most, and that the others do not."""
-    by_key: dict[str, Effect] = {}
+    by_key: dict[str, FlagEffect] = {}
     for one in found:
         if max(one.worse, 1 / max(one.worse, 1e-9)) >= _MATTERS:
             by_key.setdefault(one.key, one)
@@ -337,7 +341,7 @@ def matters(found: Sequence[Effect]) -> str:
     return f"What matters most, where the SLO breaks: {' and '.join(said)}{rest}."
 
 
-def _times(one: Effect) -> str:
+def _times(one: FlagEffect) -> str:
     if one.trial.lost:
         return f"endless ({one.trial.why()})"
     return f"{one.worse:.2g} times as large"
@@ -353,7 +357,7 @@ def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer) -> str
 # -- the prefix cache --------------------------------------------------------------------------------------
 
 
-def reuse(case: Case, advice: Advice) -> None:
+def reuse(case: LoadCase, advice: Advice) -> None:
     """What the prefixes allow, what the match unit leaves of it, and what a pool of this size leaves of that."""
     pool, trace = deployment_of(case.config).pool, case.trace
     paths, unit = PrefixPaths(trace), pool.block_size
@@ -399,7 +403,7 @@ def reuse(case: Case, advice: Advice) -> None:
         )
 
 
-def windows(case: Case, advice: Advice) -> None:
+def windows(case: LoadCase, advice: Advice) -> None:
     """What windowed layers keep in vain where groups are off."""
     sets, cache = layer_sets(model_shape(case.config.model)), case.config.cache
     rows = case.trace.requests

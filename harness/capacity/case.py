@@ -1,6 +1,6 @@
 """A case: a deployment under the requests of a trace, at any rate and with other settings; what of the trace that is.
 
-`advise` and `capacity` ask a `Case`, and nothing else simulates for them. A `Trial` is the answer for one rate and some
+`advise` and `capacity` ask a `LoadCase`, and nothing else simulates for them. A `Trial` is the answer for one rate and some
 changed settings. A rate is that of the requests that are served: their recorded times are scaled, as
 `workload.request_rate` does. A trial meets the SLO only if all requests finish within every goal, and if the number of
 requests in the server does not grow while they arrive (`growth`).
@@ -143,7 +143,7 @@ class _Part:
 
 
 @dataclass
-class Case:
+class LoadCase:
     """A configuration, an SLO, and requests: those of the configuration, or `recorded` ones.
 
     `requests` is the most that a trial simulates; None: as many as take seconds. `made` has all trials.
@@ -279,9 +279,9 @@ class Case:
         deployment = self.served.deployment
         return at_end(deployment, cost_model(deployment), fastest=True) is not None
 
-    def anew(self) -> "Case":
+    def anew(self) -> "LoadCase":
         """The same without trials, for another process."""
-        return Case(self.config, self.slo, self.recorded, self.requests)
+        return LoadCase(self.config, self.slo, self.recorded, self.requests)
 
     # -- trials --------------------------------------------------------------------------------------------
 

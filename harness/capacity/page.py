@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.capacity import RATE, CapacityAnswer, Estimate
 from harness.capacity.advice import breaks_first, rate_text
-from harness.capacity.case import Case, Trial, in_the_same_memory
+from harness.capacity.case import LoadCase, Trial, in_the_same_memory
 from harness.capacity.slo import Goal
 from harness.config.values import replaced
 from harness.metrics import METRICS
@@ -25,7 +25,7 @@ _FAR = 3.0  # a panel ends at this multiple of the bound; points far beyond add 
 _LABELS = {"rate": "request rate (requests/s)", "pool": "pool (KV tokens)", "block": "block size (tokens)"}
 
 
-def draw(trials: Sequence[Trial], case: Case, answer: CapacityAnswer, axis: str) -> "Figure":
+def draw(trials: Sequence[Trial], case: LoadCase, answer: CapacityAnswer, axis: str) -> "Figure":
     """One panel for each goal. Call it inside `harness.report.style.style()`."""
     figure = new_figure(_WIDTH_IN * len(case.slo), _HEIGHT_IN)
     panels = figure.subplots(1, len(case.slo), squeeze=False)[0]
@@ -60,14 +60,14 @@ def _panel(
     panel.legend(loc="best", fontsize=6)
 
 
-def _place(case: Case, trial: Trial, axis: str) -> float:
+def _place(case: LoadCase, trial: Trial, axis: str) -> float:
     if axis == "rate":
         return float(trial.rate or 0.0)
     pool, size = _memory(case, trial)
     return float(size if axis == "block" else pool or 0)
 
 
-def _memory(case: Case, trial: Trial) -> tuple[int | None, int]:
+def _memory(case: LoadCase, trial: Trial) -> tuple[int | None, int]:
     """Tokens of the pool, as far as they are set, and the block size."""
     cache = replaced(case.config, in_the_same_memory(case.config, trial.changes)).cache
     return cache.pool_tokens, cache.block_size
@@ -89,7 +89,7 @@ class CapacityStudy:
 
     name: str
     settings: Sequence[tuple[str, str]]
-    case: Case
+    case: LoadCase
     axis: str
     answer: CapacityAnswer
     shown: Sequence[Trial]  # those in the picture
@@ -111,7 +111,7 @@ def write_study(study: CapacityStudy, folder: Path) -> Path:
     return folder / "capacity.html"
 
 
-def answer_text(case: Case, answer: CapacityAnswer) -> str:
+def answer_text(case: LoadCase, answer: CapacityAnswer) -> str:
     """The answer in words, with its interval."""
     if answer.value is None:
         return f"{answer.question}: none; {answer.reason}"
@@ -193,7 +193,7 @@ def _png(figure: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _csv(case: Case) -> str:
+def _csv(case: LoadCase) -> str:
     names = sorted({name for trial in case.made for name in trial.metrics})
     head = ["request_rate", "pool_tokens", "block_size", "seed", "end", "met", "growth", *names]
     lines = [",".join(head)]

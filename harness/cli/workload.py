@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from harness.capacity import CapacityAnswer
     from harness.capacity.advice import Advice
-    from harness.capacity.case import Case, Trial
+    from harness.capacity.case import LoadCase, Trial
     from harness.config.schema import RunConfig
     from harness.trace.flags import Actions
     from traces.trace import Trace
@@ -91,12 +91,12 @@ def _run_capacity(arguments: Arguments) -> int:
     flags = arguments.flags
     if flags.seeds < 1 or not 0 < flags.precision < 1:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
-    from harness.capacity.case import Case
+    from harness.capacity.case import LoadCase
     from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
     from harness.capacity.slo import parse_slo
 
     out = out_folder(flags.out)
-    case = Case(_capacity_config(arguments.overrides), parse_slo(flags.slo))
+    case = LoadCase(_capacity_config(arguments.overrides), parse_slo(flags.slo))
     say(str(case.scope))
     answer = _answer(case, flags)
     shown = _shown(case, flags, answer)
@@ -111,7 +111,7 @@ def _run_capacity(arguments: Arguments) -> int:
     return 0 if answer.value else 1
 
 
-def _answer(case: "Case", flags: argparse.Namespace) -> "CapacityAnswer":
+def _answer(case: "LoadCase", flags: argparse.Namespace) -> "CapacityAnswer":
     from harness.capacity import best_block_size, highest_rate, smallest_pool
 
     if flags.find == "rate":
@@ -126,7 +126,7 @@ def _answer(case: "Case", flags: argparse.Namespace) -> "CapacityAnswer":
     return best_block_size(case, flags.block_sizes, flags.seeds, flags.precision, remark)
 
 
-def _shown(case: "Case", flags: argparse.Namespace, answer: "CapacityAnswer") -> "list[Trial]":
+def _shown(case: "LoadCase", flags: argparse.Namespace, answer: "CapacityAnswer") -> "list[Trial]":
     """The trials of the picture: a curve around the answer of a rate search, otherwise the trials of the search."""
     from harness.capacity import curve
 
@@ -153,7 +153,7 @@ def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
     return config
 
 
-def _settings(case: "Case", overrides: Sequence[str], flags: argparse.Namespace) -> list[tuple[str, str]]:
+def _settings(case: "LoadCase", overrides: Sequence[str], flags: argparse.Namespace) -> list[tuple[str, str]]:
     from harness.point.cost import cost_model
     from harness.workload.deployment import deployment_of
 
@@ -189,7 +189,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 def _run_advise(arguments: Arguments) -> int:
     """Read, simulate and print; returns the exit code."""
     from harness.capacity.advice import advise
-    from harness.capacity.case import Case
+    from harness.capacity.case import LoadCase
     from harness.capacity.slo import parse_slo
 
     flags = arguments.flags
@@ -198,7 +198,7 @@ def _run_advise(arguments: Arguments) -> int:
     slo = parse_slo(flags.slo)
     source = _source(Path(flags.source).expanduser(), _words(arguments))
     config = _with_groups(source.config, arguments.overrides)
-    case = Case(config, slo, source.recorded, flags.requests)
+    case = LoadCase(config, slo, source.recorded, flags.requests)
     for line in (str(case.scope), *source.warnings):
         say(line)
     _say_advice(case, advise(case, lambda what: remark(f"simulating: {what}"), source.measured))
@@ -282,7 +282,7 @@ def _with_groups(config: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig"
     return config if list(check_combinations(grouped)) else grouped
 
 
-def _say_advice(case: "Case", advice: "Advice") -> None:
+def _say_advice(case: "LoadCase", advice: "Advice") -> None:
     from harness.capacity.flags import serve_line
     from harness.workload.deployment import deployment_of
 

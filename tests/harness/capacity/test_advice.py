@@ -7,7 +7,7 @@ import pytest
 
 from engine.core.options import GroupPages
 from harness.capacity.advice import Advice, advise
-from harness.capacity.case import Case
+from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
 from harness.cli.main import main
@@ -37,7 +37,7 @@ def write(folder: Path, shared: int, unique: int, output: int, count: int, gap_s
     return file
 
 
-def case_of(file: Path, *overrides: str, slo: str = SLO) -> Case:
+def case_of(file: Path, *overrides: str, slo: str = SLO) -> LoadCase:
     words = (
         "measure=false",
         "trace=file",
@@ -48,7 +48,7 @@ def case_of(file: Path, *overrides: str, slo: str = SLO) -> Case:
         *overrides,
     )
     config = compose_config(axis.settings[0] for axis in parse_overrides(words))
-    return Case(config, parse_slo(slo), requests=60)
+    return LoadCase(config, parse_slo(slo), requests=60)
 
 
 def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:

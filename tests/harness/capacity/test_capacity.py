@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.capacity import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
-from harness.capacity.case import Case
+from harness.capacity.case import LoadCase
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
@@ -93,8 +93,8 @@ def single_server() -> RunConfig:
 def test_the_rate_of_a_single_server_is_below_one_over_its_service_time() -> None:
     """A mean wait of one service time is met up to a utilisation of 2/3 by M/D/1, below that with ragged service."""
     config = single_server()
-    service = Case(config, ()).run(rate=1e-3).metrics["e2e_mean"]
-    answer = highest_rate(Case(config, parse_slo(f"queue_mean<{service:.4f}")), 2, 0.1, lambda _: None)
+    service = LoadCase(config, ()).run(rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(LoadCase(config, parse_slo(f"queue_mean<{service:.4f}")), 2, 0.1, lambda _: None)
     assert answer.value is not None
     assert 0.25 / service < answer.value.mean < 0.9 / service
     assert answer.value.low is not None
@@ -104,8 +104,8 @@ def test_a_rate_that_only_a_short_trace_holds_is_no_answer() -> None:
     """Thirty requests of 0.2 s each wait 6 s at most at any rate; one place serves 5 a second."""
     config = single_server()
     config.workload.num_requests = 30
-    service = Case(config, ()).run(rate=1e-3).metrics["e2e_mean"]
-    answer = highest_rate(Case(config, parse_slo("ttft_p99<8")), 1, 0.2, lambda _: None)
+    service = LoadCase(config, ()).run(rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(LoadCase(config, parse_slo("ttft_p99<8")), 1, 0.2, lambda _: None)
     assert answer.value is not None
     assert 0.8 / service < answer.value.mean < 1.1 / service
 
@@ -113,14 +113,14 @@ def test_a_rate_that_only_a_short_trace_holds_is_no_answer() -> None:
 def test_a_number_in_the_server_that_grows_with_time_is_growth() -> None:
     config = single_server()
     config.workload.num_requests = 400
-    case = Case(config, ())
+    case = LoadCase(config, ())
     service = case.run(rate=1e-3).metrics["e2e_mean"]
     assert case.run(rate=0.5 / service).growth == 0
     assert case.run(rate=1.2 / service).growth == pytest.approx(1 / 6, abs=0.08)
 
 
 def test_drawn_requests_differ_by_seed() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     assert case.draws
     assert case.run(rate=1.0).metrics != case.run(rate=1.0, seed=1).metrics
 
@@ -129,7 +129,7 @@ def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
     config = single_server()
     config.scheduler.max_running, config.workload.request_rate = 16, 2.0
     config.workload.num_requests = 60
-    case = Case(config, parse_slo("preemptions<1"))
+    case = LoadCase(config, parse_slo("preemptions<1"))
     answer = smallest_pool(case, 1, lambda _: None)
     assert answer.value is not None
     tokens = int(answer.value.mean)
@@ -139,7 +139,7 @@ def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
 
 
 def test_a_pool_that_no_size_helps_has_no_answer_but_a_reason() -> None:
-    answer = smallest_pool(Case(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
+    answer = smallest_pool(LoadCase(single_server(), parse_slo("ttft_mean<1e-6")), 1, lambda _: None)
     assert answer.value is None
     assert "8 times what is there. There ttft_mean is" in answer.reason
 
@@ -148,8 +148,8 @@ def test_a_pool_is_sought_above_the_configured_one() -> None:
     config = single_server()
     config.scheduler.max_running, config.workload.request_rate, config.cache.pool_tokens = 16, 40.0, 256
     config.workload.num_requests = 60
-    assert not Case(config, parse_slo("preemptions<0.5")).run().met
-    answer = smallest_pool(Case(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    assert not LoadCase(config, parse_slo("preemptions<0.5")).run().met
+    answer = smallest_pool(LoadCase(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
     assert answer.value is not None
     assert answer.value.mean > 256
 
@@ -159,13 +159,13 @@ def test_a_pool_larger_than_the_devices_memory_is_an_answer_that_says_so() -> No
     config.scheduler.max_running, config.workload.request_rate = 16, 40.0
     config.workload.num_requests, config.cache.pool_tokens = 60, 256
     config.device.memory_gb, config.device.memory_utilization = 0.02, 1.0
-    answer = smallest_pool(Case(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
+    answer = smallest_pool(LoadCase(config, parse_slo("preemptions<0.5")), 1, lambda _: None)
     assert answer.value is not None
     assert "tokens that cpu holds" in answer.reason
 
 
 def test_a_request_that_cannot_fit_the_pool_breaks_every_slo() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1e9"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1e9"))
     assert not case.run({"cache.pool_tokens": 16}).met
     assert case.made[0].lost
 
@@ -173,7 +173,7 @@ def test_a_request_that_cannot_fit_the_pool_breaks_every_slo() -> None:
 def test_requests_longer_than_the_model_are_named_first_and_break_no_goal() -> None:
     config = single_server()
     config.cache.max_model_len = 100
-    case = Case(config, parse_slo("queue_mean<1e9"))
+    case = LoadCase(config, parse_slo("queue_mean<1e9"))
     assert case.run().met
     assert "longer than the 100 tokens that tiny-llama takes here; cache.max_model_len=" in str(case.scope)
 
@@ -194,7 +194,7 @@ def test_nothing_is_left_out_without_being_named(
     config = single_server()
     config.cache.max_model_len, config.cache.pool_tokens = longest, pool
     header = TraceHeader("t", "simple", "t", CONTENT, None, 1, "", len(rows) + 2, len(rows), {"bad rows": 2})
-    scope = Case(config, (), Trace(header, rows), most).scope
+    scope = LoadCase(config, (), Trace(header, rows), most).scope
     tokens = sum(prompt + output for prompt, output in lengths)
     assert (
         scope.requests
@@ -212,11 +212,11 @@ def test_nothing_is_left_out_without_being_named(
 def test_a_smaller_pool_never_meets_by_leaving_requests_out() -> None:
     config = single_server()
     config.workload.oversize = Oversize.drop
-    assert not Case(config, parse_slo("queue_mean<1e9")).run({"cache.pool_tokens": 64}).met
+    assert not LoadCase(config, parse_slo("queue_mean<1e9")).run({"cache.pool_tokens": 64}).met
 
 
 def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = best_block_size(case, [16, 512], 1, 0.2, lambda _: None)
     assert [size for size, _ in answer.choices] == [16, 512]
     assert answer.value is not None
@@ -225,7 +225,7 @@ def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
 def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> None:
     config = single_server()
     config.workload.num_requests = 20
-    case = Case(config, parse_slo("queue_mean<1"))
+    case = LoadCase(config, parse_slo("queue_mean<1"))
     answer = highest_rate(case, 1, 0.1, lambda _: None)
     assert answer.reason == "20 requests are too few to answer from; give 30 or more"
     page = write_study(CapacityStudy("q", [("model", "m")], case, "rate", answer, []), tmp_path).read_text()
@@ -236,7 +236,7 @@ def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> 
 
 
 def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = highest_rate(case, 1, 0.3, lambda _: None)
     said = notes(CapacityStudy("q", [], case, "rate", answer, []))
     assert any(note.startswith("It lasts: ") for note in said)
@@ -245,7 +245,7 @@ def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
 def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_not_even_simulated() -> None:
     config = single_server()
     config.device.name, config.device.tflops = "gpu", 1e-6
-    case = Case(config, ())
+    case = LoadCase(config, ())
     most, what = case.most_rate
     assert what == "FLOP/s"
     answer = highest_rate(case, 1, 0.05, lambda _: None)
@@ -273,7 +273,7 @@ def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.nightly
 def test_no_block_size_is_the_best_where_one_holds_any_rate() -> None:
-    case = Case(single_server(), parse_slo("ttft_p99<1e9"))
+    case = LoadCase(single_server(), parse_slo("ttft_p99<1e9"))
     answer = best_block_size(case, [16, 512], 1, 0.2, lambda _: None)
     assert answer.value is None
     assert "blocks of 512: 1e+06 requests/s still meet the SLO" in answer.reason
@@ -290,7 +290,7 @@ def test_block_sizes_that_are_no_choice_are_refused(
 def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Case, "run", None)
+    monkeypatch.setattr(LoadCase, "run", None)
     (tmp_path / "there").write_text("")
     assert main(["capacity", "cost=roofline", "--out", str(tmp_path / "there")]) == 2
     assert "is not a folder" in capsys.readouterr().err
@@ -298,14 +298,14 @@ def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
 
 @pytest.mark.nightly
 def test_a_best_block_size_without_a_clear_lead_says_so() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = best_block_size(case, [16, 32], 2, 0.2, lambda _: None)
     assert answer.value is not None
     assert "not clearly better than 32: the intervals overlap" in answer_text(case, answer)
 
 
 def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> None:
-    case = Case(single_server(), parse_slo("queue_mean<1"))
+    case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = best_block_size(case, [16, 32], 1, 0.3, lambda _: None)
     said = [("not priced", "block size: attention takes as long at any block size")]
     study = CapacityStudy("q", said, case, "block", answer, case.made)
@@ -317,7 +317,7 @@ def test_the_answer_does_not_depend_on_the_number_of_workers() -> None:
     slo = parse_slo("queue_mean<1")
     found = []
     for workers in (1, 2):
-        case = Case(replace(single_server(), workers=workers), slo)
+        case = LoadCase(replace(single_server(), workers=workers), slo)
         found.append((highest_rate(case, 3, 0.2, lambda _: None), case.made))
     assert found[0] == found[1]
     assert {trial.seed for trial in found[0][1]} == {0, 1, 2}
