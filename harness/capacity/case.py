@@ -1,7 +1,7 @@
 """A case: a deployment under the requests of a trace, at any rate and with other settings; what of the trace that is.
 
-`advise` and `capacity` ask a `LoadCase`, and nothing else simulates for them. A `Trial` is the answer for one rate and some
-changed settings. A rate is that of the requests that are served: their recorded times are scaled, as
+`advise` and `capacity` ask a `LoadCase`, and nothing else simulates for them. A `Trial` is the answer for one rate and
+some changed settings. A rate is that of the requests that are served: their recorded times are scaled, as
 `workload.request_rate` does. A trial meets the SLO only if all requests finish within every goal, and if the number of
 requests in the server does not grow while they arrive (`growth`).
 """
