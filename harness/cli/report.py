@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def write_report(
     kernels: Path | None = None,
     figures: Figures = Figures.all,
     options: ReportConfig | None = None,
+    against: Path | None = None,
 ) -> Path:
     """Write summary and report of a store again, print the verdict, and note both in the manifest.
 
@@ -80,6 +82,7 @@ def write_report(
         kernels: a run of `bench kernels` that gets a section; None leaves it out.
         figures: what is drawn.
         options: further wishes for figures and tables; None takes the sweep's.
+        against: another store; a section says what changed.
 
     Raises:
         UserError: there is nothing to report on.
@@ -104,7 +107,7 @@ def write_report(
             more["options"] = options
         verdict: list[str] = []
         path = report.write_report(
-            out, out=target, additions=_additions(kernels), tell=verdict.append, **more
+            out, out=target, additions=_additions(kernels, out, against), tell=verdict.append, **more
         )
         if large:
             rows.write(target or out)
@@ -128,9 +131,10 @@ def _check_unnamed(out: Path) -> None:
         )
 
 
-def _additions(kernels: Path | None) -> list[Any]:
+def _additions(kernels: Path | None, root: Path, against: Path | None) -> list[Any]:
+    added = [] if against is None else [partial(_changes_section, root, against)]
     if kernels is None:
-        return []
+        return added
     from harness.bench.page import kernel_section
 
     make = kernel_section(kernels)
@@ -141,7 +145,19 @@ def _additions(kernels: Path | None) -> list[Any]:
             remark(f"warning: {line}")
         return added
 
-    return [with_warnings_printed]
+    return [*added, with_warnings_printed]
+
+
+def _changes_section(root: Path, against: Path, _: Any) -> Any:
+    from harness.report.page import ExtraSection
+    from harness.report.tables import Table
+    from harness.report.verdict_text import CHANGE_HEAD, changes
+
+    rows, largest = changes(root, against)
+    worse = ", ".join(one.metric.label for one in rows if one.worse)
+    said = f"Worse beyond doubt: {worse}." if worse else "No metric became worse beyond doubt."
+    tables = [Table(CHANGE_HEAD, [one.cells for one in rows])]
+    return ExtraSection("changes", "What changed", text=[said], tables=tables, notes=largest)
 
 
 def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
@@ -247,12 +263,13 @@ def report_command(arguments: Arguments) -> int:
     options.paper = Paper(arguments.flags.paper) if arguments.flags.paper else options.paper
     options.serif |= arguments.flags.serif
     options.latex |= arguments.flags.latex
-    write_report(root, manifest, arguments.report, target, kernels, figures, options)
-    _summarise(root, arguments.flags.against, arguments.flags.markdown)
+    other = None if arguments.flags.against is None else opened_store(arguments.flags.against)[0]
+    write_report(root, manifest, arguments.report, target, kernels, figures, options, other)
+    worse = _summarise(root, other, arguments.flags.markdown)
     if remote is not None and target is None:
         with exclusive(root), remote.writing(remark):
             say(f"sent to {remote.url}")
-    return 0
+    return 1 if worse else 0
 
 
 def _asks_for_a_figure(arguments: Arguments) -> bool:
@@ -265,7 +282,11 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
     given = [f"--{name}" for name in ("hue", "col", "where", "metric") if getattr(flags, name)]
     if flags.x is None and given:
         raise UserError(f"{given[0]} needs --x KEY: the setting along the figure's x axis")
-    whole = ("kernels", "against", "markdown", "figures", "paper", "serif", "latex")
+    if flags.x is not None and flags.against is not None:
+        raise UserError(
+            f"'{flags.against}': a second store belongs to the whole report; --x writes one figure alone"
+        )
+    whole = ("kernels", "markdown", "figures", "paper", "serif", "latex")
     others = [f"--{name}" for name in whole if getattr(flags, name) not in (None, False)]
     if flags.x is not None and others:
         raise UserError(f"{others[0]} belongs to the whole report; --x writes one figure alone")
@@ -296,20 +317,23 @@ def _write_figure(arguments: Arguments, root: Path, target: Path | None) -> int:
     return 0
 
 
-def _summarise(root: Path, against: str | None, markdown: str | None) -> None:
-    """Print what changed against another store, and append the answers to a Markdown file, where that is asked for."""
-    if against is None and markdown is None:
-        return
-    from harness.report import ReportError
-    from harness.report.verdict_text import change_lines, summary_markdown
+def _summarise(root: Path, other: Path | None, markdown: str | None) -> bool:
+    """Print what changed against another store, and append the answers to a Markdown file, where that is asked for.
 
-    other = None if against is None else opened_store(against)[0]
+    Returns whether a metric became worse beyond doubt.
+    """
+    if other is None and markdown is None:
+        return False
+    from harness.report import ReportError
+    from harness.report.verdict_text import change_lines, changes, summary_markdown
+
     try:
         for line in change_lines(root, other) if other else ():
             say(line)
         if markdown is not None:
             with Path(markdown).open("a", encoding="utf-8") as file:
                 file.write(summary_markdown(root, other))
+        return other is not None and any(one.worse for one in changes(root, other)[0])
     except ReportError as error:
         raise UserError(str(error)) from error
     except OSError as error:

@@ -40,6 +40,12 @@ def _add_store(parser: argparse.ArgumentParser) -> None:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     _add_store(parser)
     add = parser.add_argument
+    add(
+        "against",
+        nargs="?",
+        metavar="OTHER",
+        help="a store to compare with; exit code 1 if a metric is worse beyond doubt",
+    )
     add("--out", metavar="DIR", help="write the report here; default: beside the results")
     add(
         "--kernels",
@@ -58,7 +64,6 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     )
     add("--serif", action="store_true", help="figures with serif letters")
     add("--latex", action="store_true", help="each table also in LaTeX (booktabs)")
-    add("--against", metavar="FOLDER", help="also say what changed from this store, with bounds")
     add("--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request")
     figure = parser.add_argument_group("one figure of your own choice, instead of the report")
     figure.add_argument("--x", metavar="KEY", help="swept setting along x; writes this figure alone")
@@ -145,7 +150,12 @@ COMMANDS = (
         more=_OVERRIDES,
     ),
     Command(
-        "report", "write the report of a store", _add_report, _report, usage="[FOLDER]", takes_overrides=False
+        "report",
+        "write the report of a store",
+        _add_report,
+        _report,
+        usage="[FOLDER [OTHER]]",
+        takes_overrides=False,
     ),
     Command(
         "status",

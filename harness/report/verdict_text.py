@@ -4,12 +4,12 @@ So does a report in Markdown, for a pull request or a job's page, with what chan
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.metrics import HEADLINE, KEEPS_MORE, METRICS
+from harness.metrics import HEADLINE, KEEPS_MORE, METRICS, Metric
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
 from harness.report import numbers
@@ -310,6 +310,7 @@ def _assumed(record: PointRecord) -> Iterable[str]:
         yield KEEPS_MORE
 
 
+_SAME = 0.01  # a change that matters to nobody
 _WORST = 3  # points that changed most, listed by name
 
 
@@ -336,15 +337,48 @@ def summary_markdown(root: Path, against: Path | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def change_lines(root: Path, against: Path) -> list[str]:
-    """What changed from the store `against` to the store `root`: one row a metric, with bounds, and the largest
-    changes.
+@dataclass(frozen=True)
+class Change:
+    """What became of a metric from one store to another, over the points that both have.
 
-    Points are matched by their settings. A ratio is this store over the other; for shares a difference. Measured values
-    are used where both points were measured.
+    `middle`, `low` and `high` are the median change and its 95 % interval (of fewer than three points the range), as
+    shares of the other store's value, of shares as differences. At `clear` of `points` the change is beyond the spread
+    of repeated runs.
+    """
+
+    metric: Metric
+    middle: float
+    low: float
+    high: float
+    clear: int
+    points: int
+    side: str
+
+    @property
+    def worse(self) -> bool:
+        """Whether the metric became worse beyond doubt: the whole interval, and at most of the points."""
+        bad = {"lower": self.low > _SAME, "higher": self.high < -_SAME}
+        return bad.get(self.metric.better, False) and 2 * self.clear > self.points
+
+    @property
+    def cells(self) -> list[str]:
+        """The row of a table."""
+        bounds = f"{numbers.error(self.metric, self.low)} to {numbers.error(self.metric, self.high)}"
+        clear = f"{self.clear} of {self.points}"
+        return [self.metric.label, numbers.error(self.metric, self.middle), bounds, clear, self.side,
+                "worse" if self.worse else ""]  # fmt: skip
+
+
+CHANGE_HEAD = ["metric", "change, median", "95 % interval", "changed beyond the spread", "side", ""]
+
+
+def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
+    """What changed from the store `against` to the store `root`, and the largest changes in words.
+
+    Points are matched by their settings. Measured values are used where both points were measured.
 
     Raises:
-        ReportError: the stores have no point in common.
+        ReportError: a store has no point, or the two have no point in common.
     """
     known = {record.point_label: record for record in read_study(against).records}
     records = read_study(root).records
@@ -353,17 +387,17 @@ def change_lines(root: Path, against: Path) -> list[str]:
         raise ReportError(
             f"{root} and {against} have no point in common: their settings differ at every point"
         )
-    rows = [row for name in ("request_throughput", *HEADLINE) for row in _change_row(name, pairs)]
-    head = "| metric | change, median | 95 % interval | changed beyond the spread | side |"
-    return [
-        f"### Change against {against} ({len(pairs):,} matched points)",
-        "",
-        head,
-        "| --- | --- | --- | --- | --- |",
-        *rows,
-        "",
-        *_largest(pairs),
-    ]
+    found = [_changed(name, pairs) for name in dict.fromkeys(("request_throughput", *HEADLINE))]
+    matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}."
+    return [one for one in found if one is not None], [matched, *_largest(pairs)]
+
+
+def change_lines(root: Path, against: Path) -> list[str]:
+    """The same as Markdown: one row a metric, and the largest changes. Raises ReportError as `changes` does."""
+    rows, largest = changes(root, against)
+    lines = [CHANGE_HEAD, ["---"] * len(CHANGE_HEAD), *(one.cells for one in rows)]
+    table = [f"| {' | '.join(cells)} |" for cells in lines]
+    return [f"### Change against {against}", "", *table, "", *(f"* {line}" for line in largest)]
 
 
 def _change(name: str, pair: Pair) -> float | None:
@@ -375,24 +409,15 @@ def _change(name: str, pair: Pair) -> float | None:
     return one / other - 1 if other else None
 
 
-def _change_row(name: str, pairs: Sequence[Pair]) -> Iterator[str]:
+def _changed(name: str, pairs: Sequence[Pair]) -> Change | None:
     alike = [pair for pair in pairs if bool(pair[0].measured) == bool(pair[1].measured)]
-    changes = sorted(change for pair in alike if (change := _change(name, pair)) is not None)
-    if not changes:
-        return
-    metric = METRICS[name]
-    low, high = median_interval(changes) or (changes[0], changes[-1])
+    found = [change for pair in alike if (change := _change(name, pair)) is not None]
+    if not found:
+        return None
+    low, high = median_interval(found) or (min(found), max(found))
     clear = sum(differs(*pair, name) for pair in alike)
     side = "measured" if any(pair[0].measured for pair in alike) else "predicted"
-    middle = changes[len(changes) // 2]
-    cells = (
-        metric.label,
-        numbers.error(metric, middle),
-        f"{numbers.error(metric, low)} to {numbers.error(metric, high)}",
-        f"{clear} of {len(changes)}",
-        side,
-    )
-    yield f"| {' | '.join(cells)} |"
+    return Change(METRICS[name], median(found), low, high, clear, len(found), side)
 
 
 def _largest(pairs: Sequence[Pair]) -> Iterator[str]:
@@ -402,5 +427,5 @@ def _largest(pairs: Sequence[Pair]) -> Iterator[str]:
     for change, record in ranked:
         if numbers.shows(change):
             yield (
-                f"* {METRICS[name].label} {numbers.error(METRICS[name], change)} at {plain_words(record.point_label)}"
+                f"{METRICS[name].label} {numbers.error(METRICS[name], change)} at {plain_words(record.point_label)}"
             )

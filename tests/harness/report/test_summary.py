@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from synthetic_store import write_point, write_store
 
+from harness.cli.main import main
 from harness.report import ReportError
-from harness.report.verdict_text import change_lines, summary_markdown
+from harness.report.verdict_text import change_lines, changes, summary_markdown
 
 POINTS = [{"cache.policy": "paged", "cache.block_size": size} for size in (8, 16, 32)]
 
@@ -24,7 +25,7 @@ def store(folder: Path, value: float, spread: float = 0.01) -> Path:
 
 def test_a_change_beyond_the_spread_is_counted_with_its_bounds(tmp_path: Path) -> None:
     text = "\n".join(change_lines(store(tmp_path / "new", 12.0), store(tmp_path / "old", 10.0)))
-    assert "| request throughput | +20.0 % | +20.0 % to +20.0 % | 3 of 3 | measured |" in text
+    assert "| request throughput | +20.0 % | +20.0 % to +20.0 % | 3 of 3 | measured |  |" in text
     assert "* request throughput +20.0 % at block size" in text
 
 
@@ -36,6 +37,22 @@ def test_a_change_within_the_spread_is_no_change(tmp_path: Path) -> None:
 def test_equal_stores_show_no_change(tmp_path: Path) -> None:
     same = store(tmp_path / "one", 10.0)
     assert "| 0.0 % | 0.0 % to 0.0 % | 0 of 3 |" in "\n".join(change_lines(same, same))
+
+
+@pytest.mark.parametrize(
+    ("now", "spread", "worse"), [(8.0, 0.01, True), (12.0, 0.01, False), (8.0, 0.5, False)]
+)
+def test_only_a_change_for_the_worse_beyond_the_spread_is_worse(tmp_path, now, spread, worse):
+    rows, _ = changes(store(tmp_path / "new", now, spread), store(tmp_path / "old", 10.0, spread))
+    assert [one.worse for one in rows] == [worse]
+
+
+def test_a_report_on_two_stores_shows_what_changed_and_ends_with_one_if_it_is_worse(tmp_path: Path) -> None:
+    new, old = store(tmp_path / "new", 8.0), store(tmp_path / "old", 10.0)
+    assert main(["report", str(new), str(old), "--figures", "none"]) == 1
+    page = (new / "report" / "index.html").read_text()
+    assert "Worse beyond doubt: request throughput." in page
+    assert main(["report", str(old), str(new), "--figures", "none"]) == 0
 
 
 def test_stores_without_a_common_point_are_refused(tmp_path: Path) -> None:
