@@ -4,7 +4,6 @@ The library argcomplete reads the parser. It knows no overrides, so they become 
 """
 
 import argparse
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from harness.cli import Arguments, Command
 from harness.console import say
 
 SHELLS = ("bash", "zsh", "fish")
-_ASKED = "_ARGCOMPLETE"  # set by the shell code: print what can follow, and do nothing else
+ASKED = "_ARGCOMPLETE"  # set by the shell code: print what can follow the words, and do nothing else
 
 
 def _add(parser: argparse.ArgumentParser) -> None:
@@ -26,11 +25,6 @@ def _run(arguments: Arguments) -> int:
     module = Path(__file__).with_name(f"module.{shell}")  # completes `python -m harness`
     say(argcomplete.shellcode(["pagetwin"], shell=shell).rstrip() + "\n\n" + module.read_text().rstrip())
     return 0
-
-
-def asked() -> bool:
-    """Whether the shell code asks what can follow the words on the command line."""
-    return _ASKED in os.environ
 
 
 def answer(parser: argparse.ArgumentParser) -> None:

@@ -120,7 +120,7 @@ def main(
         point: plans and runs the points of a sweep; None takes `harness.point`.
         report: writes reports; None takes `harness.report`.
     """
-    if completion.asked():
+    if completion.ASKED in os.environ:
         completion.answer(build_parser())
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)

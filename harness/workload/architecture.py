@@ -10,7 +10,6 @@ from typing import Any
 
 from harness.config.errors import ConfigError
 from harness.config.paths import CheckpointFile, read_checkpoint
-from harness.config.schema import WeightDtype
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 
 # Families whose configuration in transformers ties input and output embeddings if the checkpoint does not say.
@@ -161,13 +160,6 @@ def _as_transformers_reads(read: CheckpointFile, key: str) -> Any:
     except Exception as error:  # whatever that code raises, it is this file that it cannot read
         what = f"{type(error).__name__}: {error}"
         raise ConfigError(key, f"{read.file}: transformers cannot read it as {family!r} ({what})") from error
-
-
-def bits_of(kind: WeightDtype, group: int) -> float | None:
-    """Bits of an element with its share of the scales; None: as the model's element type."""
-    if kind is WeightDtype.int4:
-        return 4 + 16 / group
-    return {WeightDtype.fp8: 8.0, WeightDtype.int8: 8.0, WeightDtype.mxfp4: 4.25}.get(kind)
 
 
 def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int | None) -> ModelShape:

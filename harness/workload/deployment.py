@@ -43,6 +43,7 @@ from harness.config.schema import (
     ReplayConfig,
     RunConfig,
     SchedulerConfig,
+    WeightDtype,
 )
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
@@ -53,7 +54,6 @@ from harness.workload.architecture import (
     TIED,
     UNGATED,
     CheckpointFacts,
-    bits_of,
     checkpoint_shape,
     unknown_parts,
 )
@@ -295,7 +295,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
     """
     width = 1 if model.kv_dtype is KVDtype.fp8_e4m3 else None
     size = BYTES[model.dtype]
-    bits = bits_of(model.weight_dtype, model.weight_group)
+    bits = _bits_of(model.weight_dtype, model.weight_group)
     if model.path:
         shape = checkpoint_shape(CheckpointFacts(model.path, key), size, width)
         if shape.experts:
@@ -318,6 +318,13 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         layer_bits=None if model.experts_only else bits,
         expert_bits=bits,
     )
+
+
+def _bits_of(kind: WeightDtype, group: int) -> float | None:
+    """Bits of a weight with its share of the scales; None: as the model's element type."""
+    if kind is WeightDtype.int4:
+        return 4 + 16 / group
+    return {WeightDtype.fp8: 8.0, WeightDtype.int8: 8.0, WeightDtype.mxfp4: 4.25}.get(kind)
 
 
 def _with_states(shape: ModelShape, model: ModelConfig) -> ModelShape:
