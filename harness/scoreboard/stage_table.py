@@ -1,0 +1,194 @@
+"""A public table of vLLM on H100 by stages of load, our prediction of each row, and those of other simulators.
+
+A folder of the table has `specifications.json` (engine, and the stages of inference-perf), `measured_by_stage.csv`
+(mean, p90 and p99 by stage, ms) and `predictions_of_others.csv`. Source: the repository inference-sim (BLIS).
+
+**What the table does not say, and what is assumed for all of its rows.** It was fixed before any error was looked at,
+and nothing is fitted to a row.
+
+* Whole prompts repeat. inference-perf makes `num_unique_system_prompts` x `num_users_per_system_prompt` prompts once
+  and sends them in turn (`shared_prefix_datagen.py` of kubernetes-sigs/inference-perf at e60b98d: `data_index %
+  len(prompts)`); the prompts have the same lengths in both stages, so conversations do not grow. The other reading, of
+  which the page has the errors too: the system prompt is shared, and questions are new.
+* Each prompt has the tokens of its system prompt and its question, and each answer `output_len`.
+* Gaps between requests are exponential and fill their stage (`ConstantLoadTimer` there). A stage begins when the one
+  before has been answered.
+* vLLM with asynchronous scheduling (one run is dated 2026-02-17, and 0.14 of January 2026 made it the default),
+  prefix cache, blocks of 16 tokens, and a pool of `total_kv_blocks`. Blocks in host memory are left out.
+* 5 ms a request before the scheduler: clients of other deployments saw 3 to 7 ms.
+* `cost=published` is our prediction: on the published runs that both price, its TPOT was nearer than the roofline's
+  (9.6 % to 22.5 % in the median). The roofline's errors stand beside it.
+"""
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from harness.config.errors import UserError
+from harness.twin.rows import JsonDocument, number, whole
+from traces.errors import RowError
+from traces.formats.files import open_source
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+
+FIGURES = ("e2e_mean", "e2e_p90", "e2e_p99", "ttft_mean")
+WHOLE_PROMPTS_REPEAT = True
+ENGINE = (
+    *("scheduler.async_scheduling=true", "cache.prefix_caching=true", "cache.block_size=16"),
+    *("cache.max_model_len=4096", "device.frontend_request_us=5000", "model.dtype=bfloat16"),
+)
+_BETWEEN_S = 60.0  # from the last request of a stage to the next stage; the engine is idle then
+# Shapes: config.json of each model on the Hugging Face hub. No prompt here reaches Scout's chunks of 8,192 tokens,
+# so that its chunked attention is full attention; all of its layers count as FP8, though its attention is not.
+_QWEN25 = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "intermediate": 18944, "vocab": 152064}
+_NEMO = {"layers": 40, "hidden": 5120, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 131072}
+_SCOUT = {"layers": 48, "hidden": 5120, "heads": 40, "kv_heads": 8, "intermediate": 16384, "vocab": 202048}
+_SCOUT |= {"experts": 16, "experts_per_token": 1, "expert_intermediate": 8192, "shared_intermediate": 8192}
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "meta-llama/Llama-2-7b-hf": ("model=llama2_7b",),
+    "meta-llama/Llama-3.1-70B-Instruct": ("model=llama31_70b",),
+    "Qwen/Qwen2.5-7B-Instruct": ("model=llama31_8b", *(f"model.{k}={v}" for k, v in _QWEN25.items())),
+    "mistralai/Mistral-Nemo-Instruct-2407": (
+        "model=llama31_8b",
+        *(f"model.{key}={value}" for key, value in _NEMO.items()),
+    ),
+    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
+        *("model=llama31_8b", "model.family=qwen3_moe", "model.weight_dtype=fp8"),
+        *(f"model.{key}={value}" for key, value in _SCOUT.items()),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """So many requests a second, for so many seconds."""
+
+    rate: float
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class StagedRun:
+    """One deployment of the table: its engine as overrides, and its load.
+
+    There are `systems` system prompts of `system_tokens`, and as many questions of `question_tokens` to each as `users`
+    says. `measured` has figures in ms by stage (from 0) and name, `others` the same by simulator.
+    """
+
+    name: str
+    model: str
+    words: tuple[str, ...]
+    stages: tuple[Stage, ...]
+    systems: int
+    users: int
+    system_tokens: int
+    question_tokens: int
+    output_tokens: int
+    measured: Mapping[tuple[int, str], float]
+    others: Mapping[str, Mapping[tuple[int, str], float]]
+
+    def trace(self, *, whole_prompts: bool) -> Trace:
+        """The requests. Prompts are sent in turn; `whole_prompts` repeat, or else their questions are new."""
+        draw, rows, start_s = np.random.default_rng(0), list[TraceRequest](), 0.0
+        prompts = self.systems * self.users
+        order = draw.permutation(prompts)
+        for stage in self.stages:
+            gaps = draw.exponential(1.0, int(stage.rate * stage.duration_s))
+            for sent_s in start_s + np.cumsum(gaps) * stage.duration_s / gaps.sum():
+                prompt = int(order[len(rows) % prompts])
+                question = self.systems + prompt if whole_prompts else None
+                segments = (
+                    Segment(prompt // self.users, self.system_tokens),
+                    Segment(question, self.question_tokens),
+                )
+                tokens = self.system_tokens + self.question_tokens
+                rows.append(
+                    TraceRequest(len(rows), round(sent_s * 1e6), tokens, self.output_tokens, segments)
+                )
+            start_s += stage.duration_s + _BETWEEN_S
+        count = len(rows)
+        header = TraceHeader(self.name, "simple", "drawn", CHAINED, None, 1, "0" * 64, count, count)
+        return Trace(header, tuple(rows))
+
+    def stage_of(self, request: int) -> int:
+        """The stage in which a request is sent."""
+        ends = np.cumsum([int(stage.rate * stage.duration_s) for stage in self.stages])
+        return int(np.searchsorted(ends, request, side="right"))
+
+
+def read_staged_runs(folder: Path) -> list[StagedRun]:
+    """The deployments of the table.
+
+    Raises:
+        TraceError: a file cannot be read, or the specification is malformed (line and path are named).
+        UserError: nothing was measured of a deployment, or its model is not known.
+    """
+    document = JsonDocument(open_source(str(folder / "specifications.json")))
+    measured = list(_table(folder / "measured_by_stage.csv"))
+    others = list(_table(folder / "predictions_of_others.csv"))
+    return [
+        _run(document, ("experiments", place), measured, others)
+        for place in range(len(document.items(("experiments",))))
+    ]
+
+
+def _table(file: Path) -> Iterator[dict[str, str]]:
+    with file.open(encoding="utf-8", newline="") as lines:
+        yield from csv.DictReader(lines)
+
+
+def _run(
+    document: JsonDocument,
+    path: tuple[str | int, ...],
+    measured: Sequence[Mapping[str, str]],
+    others: Sequence[Mapping[str, str]],
+) -> StagedRun:
+    facts, load = document.object(path), (*path, "workload", "inference_perf")
+    shared = document.object((*load, "shared_prefix"))
+    stages = []
+    for place in range(len(document.items((*load, "stages")))):
+        stage = document.object((*load, "stages", place))
+        with document.placed((*load, "stages", place)):
+            stages.append(Stage(number(stage, "rate"), number(stage, "duration")))
+    with document.placed(path):
+        name, model = str(facts["id"]), str(facts["model"])
+        if model not in MODELS or facts.get("hardware") != "H100":
+            raise RowError(
+                "model", f"{model} on {facts.get('hardware')} is not known; {', '.join(MODELS)} on H100 are"
+            )
+        words = (
+            *("device=h100", *MODELS[model], *ENGINE, f"device.tensor_parallel={whole(facts, 'tp', 1)}"),
+            f"scheduler.max_running={whole(facts, 'max_num_seqs', 1)}",
+            f"scheduler.max_batched_tokens={whole(facts, 'max_num_batched_tokens', 1)}",
+            f"cache.pool_blocks={whole(facts, 'total_kv_blocks', 1)}",
+        )
+    with document.placed((*load, "shared_prefix")):
+        lengths = [whole(shared, key) for key in ("system_prompt_len", "question_len", "output_len")]
+        counts = [
+            whole(shared, key, 1) for key in ("num_unique_system_prompts", "num_users_per_system_prompt")
+        ]
+    rows = [row for row in measured if row["folder"] == name or row["folder"].startswith(f"{name}-")]
+    if not rows:
+        raise UserError(f"measured_by_stage.csv has no row of {name}, which specifications.json describes")
+    found: dict[str, dict[tuple[int, str], float]] = {}
+    for row in others:
+        if row["experiment"] == name and int(row["stage_index"]) >= 0 and row["metric_name"] in FIGURES:
+            place_of = int(row["stage_index"]), row["metric_name"]
+            found.setdefault(row["simulator"], {})[place_of] = float(row["predicted"])
+    return StagedRun(
+        name,
+        model,
+        words,
+        tuple(stages),
+        *counts,
+        *lengths,
+        measured={
+            (int(row["stage_index"]), figure): float(row[figure])
+            for row in rows
+            for figure in FIGURES
+            if int(row["stage_index"]) >= 0
+        },
+        others=found,
+    )
