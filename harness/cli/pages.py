@@ -49,8 +49,9 @@ _MOST_LENGTHS, _GENERATED = 20_000, 1_000
 
 
 def _add_scoreboard(parser: argparse.ArgumentParser) -> None:
-    own = "logs of your own, as twin reads them"
+    own = "measured deployments: logs as twin reads them, or the public ones; they get a page of their own, fidelity.md"
     parser.add_argument("--deployments", metavar="FOLDER", nargs="+", default=[], help=own)
+    parser.add_argument("--only-deployments", action="store_true", help="write that page alone")
     parser.add_argument(
         "--each",
         metavar="N",
@@ -67,11 +68,12 @@ def _run_scoreboard(arguments: Arguments) -> int:
     from harness.scoreboard.board import (
         attention_rows,
         counted,
-        deployment_rows,
         run_rows,
         write_csv,
+        write_fidelity,
         write_page,
     )
+    from harness.scoreboard.fidelity import fidelity
 
     flags = arguments.flags
     folder = out_folder(flags.out)
@@ -79,23 +81,32 @@ def _run_scoreboard(arguments: Arguments) -> int:
         raise UserError(f"--each is {flags.each}, must be 0 or more")
     check_package()
     folder.mkdir(parents=True, exist_ok=True)
-    deployments = deployment_rows(flags.deployments, arguments.overrides, remark)
+    command = _command(flags, arguments.overrides)
+    if flags.deployments:
+        say(
+            str(
+                write_fidelity(
+                    folder, fidelity(flags.deployments, arguments.overrides, remark), command=command
+                )
+            )
+        )
+    if flags.only_deployments:
+        return 0
     attention = attention_rows()
     runs, reasons = run_rows(flags.each, remark)
     missing = list(counted(reasons))
-    tables = {"runs": runs, "attention": attention, "deployments": deployments, "not_simulated": missing}
+    tables = {"runs": runs, "attention": attention, "not_simulated": missing}
     for name, rows in tables.items():
         if rows:
             write_csv(folder / f"{name}.csv", rows)
     page = write_page(
         folder,
-        command=_command(flags, arguments.overrides),
+        command=command,
         version=VERSION,
         each=flags.each,
         runs=runs,
         reasons=missing,
         attention=attention,
-        deployments=deployments,
     )
     say(str(page))
     return 0
@@ -105,7 +116,8 @@ def _command(flags: argparse.Namespace, overrides: tuple[str, ...]) -> str:
     """The command that makes the page again; folders of logs by their last name alone."""
     names = " ".join(Path(folder).name for folder in flags.deployments)
     words = [f"--deployments {names}"] if names else []
-    words += [f"--each {flags.each}", *overrides]
+    words += ["--only-deployments"] if flags.only_deployments else [f"--each {flags.each}"]
+    words += overrides
     return " ".join(["python -m harness scoreboard", *words])
 
 

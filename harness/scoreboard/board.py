@@ -2,28 +2,16 @@
 
 import csv
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from harness.config.errors import ConfigError, UserError
-from harness.config.schema import CostKind
+from harness.config.errors import ConfigError
 from harness.report.style import PAGE_IN, PALETTE, RC, filled
-from harness.scoreboard import published_runs
-from harness.twin.configured import configured
-from harness.twin.fit import fit_device
-from harness.twin.prediction import Errors, errors_of, predictor
-from harness.twin.reading import read_engine_log
+from harness.scoreboard import accelmark, published_runs, stage_table
+from harness.scoreboard.fidelity import KINDS, Found, Row, Say, by_load, draw
 
-KINDS = (CostKind.roofline, CostKind.published)
-# Presets of which a share is rounded from a fit to a public run of vLLM on the card, as their files say.
-ROUNDED = ("rtx4090", "rtx_pro_6000")
-_QUANTILES = ("ttft_p50", "ttft_p90", "tpot_p50", "tpot_p90")
 _GROUP = ("model", "engine", "device", "precision")
-Row = dict[str, Any]
-Say = Callable[[str], None]
 
 
 def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
@@ -98,41 +86,6 @@ def _attention_row(what: str, system: str, how: str, error: Mapping[str, float])
     return {"test": what, "device": system, "how": how, "n": int(error["n"]), **numbers}
 
 
-def deployment_rows(folders: Sequence[str], overrides: Sequence[str], say: Say) -> list[Row]:
-    """The errors on logs of the user's: both cost models without a fit, and the roofline fitted to a first part.
-
-    `overrides` say what the logs do not, as device=h100.
-    """
-    rows: list[Row] = []
-    for folder in folders:
-        log = read_engine_log(Path(folder).expanduser())
-        for kind in KINDS:
-            row: Row = {"deployment": log.name, "cost": str(kind), "fit": "none"}
-            try:
-                config = configured(log, overrides).config
-                config = replace(config, cost=replace(config.cost, kind=kind))
-                found = predictor(config, log.workload)(config.device)
-            except (ConfigError, UserError) as error:
-                rows.append(row | {"not priced": str(error)[:160]})
-                continue
-            if kind is CostKind.roofline and config.device.name in ROUNDED:
-                row["fit"] = (
-                    "none, but compute_efficiency of the preset is rounded from a fit to a public run"
-                )
-            rows.append(row | _errors(errors_of(found, log, slice(0, None))))
-            if kind is CostKind.roofline:
-                fit = fit_device(log, config)
-                rows.append(
-                    row | {"fit": f"first {fit.fitted_on}; errors of the others"} | _errors(fit.held_out)
-                )
-        say(f"deployment {log.name}")
-    return rows
-
-
-def _errors(errors: Errors) -> Row:
-    return {"requests": errors.requests, **{name: round(getattr(errors, name), 4) for name in _QUANTILES}}
-
-
 def write_csv(file: Path, rows: Sequence[Row]) -> None:
     """The rows as CSV; the columns are those of all rows, in the order in which they come."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -156,7 +109,6 @@ def write_page(
     runs: Sequence[Row],
     reasons: Sequence[Row],
     attention: Sequence[Row],
-    deployments: Sequence[Row],
 ) -> Path:
     """Write README.md and the figure into `folder`, which exists; returns the page."""
     text = filled(
@@ -166,8 +118,6 @@ def write_page(
         total=sum(int(row["rows"]) for row in reasons) + len({row["run"] for row in runs}),
         each=each,
         table=_table,
-        deployments=deployments,
-        deployment_columns=("deployment", "cost", "fit", "requests", *_QUANTILES, "not priced"),
         summary=_summary(runs),
         run_columns=("cost", "runs", "not priced", *_ERRORS),
         groups=_groups(runs),
@@ -181,8 +131,44 @@ def write_page(
     return page
 
 
+def write_fidelity(folder: Path, found: Found, *, command: str) -> Path:
+    """Write fidelity.md, its figure and its tables into `folder`, which exists; returns the page."""
+    for name in ("stages", "accelmark", "logs", "kv", "noise"):
+        if getattr(found, name):
+            write_csv(folder / f"fidelity_{name}.csv", getattr(found, name))
+    others = dict.fromkeys(
+        row["simulator"] for row in stage_table.compared(found.stages, stage_table.ROOFLINE)
+    )
+    errors = dict.fromkeys(name for row in found.logs for name in row if name.startswith(("ttft_", "tpot_")))
+    ours = (stage_table.OURS, stage_table.ROOFLINE, stage_table.OTHER)
+    shares = [f"{name} {what}" for name in accelmark.FIGURES for what in ("median", "bias")]
+    text = filled(
+        Path(__file__).with_name("fidelity.md.j2"),
+        command=command,
+        **vars(found),
+        table=_table,
+        compared=stage_table.compared,
+        by_load=by_load,
+        ours=ours[0],
+        roofline=ours[1],
+        other=ours[2],
+        compare_columns=("simulator", "figure", "deployments", "rows", "its median", "our median"),
+        stage_columns=("deployment", "stage", "rate", "figure", "measured_ms", *ours, *others),
+        log_columns=("deployment", "cost", "fit", "requests", *errors, "not priced"),
+        kv_columns=("deployment", "pool", *(name for row in found.kv[:1] for name in row if " " in name)),
+        load_columns=("vllm", "device", "weights", "load", "loads", *shares),
+    )
+    page = folder / "fidelity.md"
+    page.write_text(text, encoding="utf-8")
+    if found.stages:
+        draw(found.stages, folder)
+    return page
+
+
 _ERRORS = ("TPOT median", "TPOT bias", "TPOT worst", "TTFT median", "TTFT bias", "TTFT worst")
-_SHARES = ("_p50", "_p90", "mape", "bias", "p95", "max", "median", "worst")
+_SHARES = ("_p50", "_p90", "_p99", "_mean", "mape", "bias", "p95", "max", "median", "worst", "spread")
+_UNSIGNED = ("mape", "p95", "max", "median", "spread")
+_PARTS = ("mean ", "peak ")
 
 
 def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
@@ -192,9 +178,15 @@ def _table(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 
 def _cell(name: str, value: object) -> str:
-    if isinstance(value, float) and name.endswith(_SHARES):
-        signed = name.endswith(("bias", "_p50", "_p90", "worst"))
-        return f"{100 * value:+.1f} %" if signed else f"{100 * value:.1f} %"
+    share = (
+        name.endswith(_SHARES)
+        or name.startswith(("PageTwin", "blis", *_PARTS))
+        or "-" in name
+        or name == "vidur"
+    )
+    if isinstance(value, float) and share:
+        unsigned = name.endswith(_UNSIGNED) or name.startswith(_PARTS)
+        return f"{100 * value:.1f} %" if unsigned else f"{100 * value:+.1f} %"
     return str(value).replace("|", "/").replace("\n", " ")
 
 

@@ -35,7 +35,7 @@ from harness.point.cost import check_cost, cost_model, published_cost
 from harness.replay.cost_model import CostModel
 from harness.sweep.plan import run_request
 from harness.workload.deployment import model_shape, unmodelled
-from harness.workload.point import resolve
+from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
@@ -233,14 +233,53 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
             raise ConfigError("cost.kind", refusal)
         cost = published_cost(point.deployment, _setup(run))
     else:
+        if run.weights in _FASTER:
+            raise ConfigError("cost.kind", "roofline: it does not price the arithmetic of 8 and 4 bits")
         check_cost(point.deployment)
         cost = cost_model(point.deployment)
+    found = _latencies(point, cost)
+    return Simulated(float(found.ttft_ms.mean()), float(found.tpot_ms.mean()))
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """TTFT, TPOT and end to end in ms from when the client sent each request, by its place in the trace.
+
+    `span_s` is the time from the first request to the last answer.
+    """
+
+    ttft_ms: FloatArray
+    tpot_ms: FloatArray
+    e2e_ms: FloatArray
+    span_s: float
+
+
+def composed(words: Sequence[str]) -> RunConfig:
+    """The configuration of overrides, for a prediction."""
+    request = run_request(("measure=false", *words))
+    return normalise(compose_config(axis.settings[0] for axis in request.axes))
+
+
+def latencies(config: RunConfig, trace: Trace) -> Latencies:
+    """What a configuration predicts of the requests of `trace`.
+
+    Raises:
+        ConfigError: the cost model cannot price it, or a request can never be served.
+    """
+    point = resolve(config, trace)
+    check_cost(point.deployment)
+    return _latencies(point, cost_model(point.deployment))
+
+
+def _latencies(point: Point, cost: CostModel) -> Latencies:
     rows = simulate(point, cost).requests
-    first = np.asarray(rows["first_token_s"], dtype=np.float64)
-    outputs = np.asarray(rows["output_tokens"], dtype=np.float64)
-    spans = np.asarray(rows["finish_s"], dtype=np.float64) - first
-    waits = first - np.asarray(rows["arrival_s"], dtype=np.float64)
-    return Simulated(1e3 * float(waits.mean()), 1e3 * float((spans / np.maximum(outputs - 1, 1)).mean()))
+    order = np.argsort(np.asarray(rows["request_id"]), kind="stable")
+    sent, first, last, outputs = (
+        np.asarray(rows[name], dtype=np.float64)[order]
+        for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
+    )
+    tpot_ms = 1e3 * (last - first) / np.maximum(outputs - 1, 1)
+    return Latencies(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent), float(last.max() - sent.min()))
 
 
 def _check_possible(run: PublishedRun, config: RunConfig) -> None:
@@ -290,8 +329,7 @@ def _check_batch(run: PublishedRun, pool_tokens: int) -> None:
 def _base(device: str, checkpoint: str) -> RunConfig:
     """The configuration of a model on a device; what differs among runs is set on a copy."""
     own = (f"device={device}", f"model.path={checkpoint}")
-    words = ("measure=false", "cost=roofline", *own, "model.dtype=bfloat16")
-    return compose_config(axis.settings[0] for axis in run_request(words).axes)
+    return composed(("cost=roofline", *own, "model.dtype=bfloat16"))
 
 
 def _configuration(run: PublishedRun, kind: CostKind) -> RunConfig:
@@ -306,10 +344,7 @@ def _configuration(run: PublishedRun, kind: CostKind) -> RunConfig:
         found.model.weight_dtype = WeightDtype(_WEIGHTS[run.weights])
     if run.kv:
         found.model.kv_dtype = KVDtype.fp8_e4m3
-    found = normalise(found)
-    if run.weights and kind is CostKind.roofline:
-        found.device.tflops *= _FASTER.get(run.weights, 1.0)
-    return found
+    return normalise(found)
 
 
 @cache

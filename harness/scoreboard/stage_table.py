@@ -21,13 +21,17 @@ and nothing is fitted to a row.
 """
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import numpy as np
 
-from harness.config.errors import UserError
+from harness.config.errors import ConfigError, UserError
+from harness.scoreboard.published_runs import composed, latencies
+from harness.twin.configured import preset_of
 from harness.twin.rows import JsonDocument, number, whole
 from traces.errors import RowError
 from traces.formats.files import open_source
@@ -40,25 +44,20 @@ ENGINE = (
     *("cache.max_model_len=4096", "device.frontend_request_us=5000", "model.dtype=bfloat16"),
 )
 _BETWEEN_S = 60.0  # from the last request of a stage to the next stage; the engine is idle then
-# Shapes: config.json of each model on the Hugging Face hub. No prompt here reaches Scout's chunks of 8,192 tokens,
-# so that its chunked attention is full attention; all of its layers count as FP8, though its attention is not.
-_QWEN25 = {"layers": 28, "hidden": 3584, "heads": 28, "kv_heads": 4, "intermediate": 18944, "vocab": 152064}
-_NEMO = {"layers": 40, "hidden": 5120, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocab": 131072}
-_SCOUT = {"layers": 48, "hidden": 5120, "heads": 40, "kv_heads": 8, "intermediate": 16384, "vocab": 202048}
-_SCOUT |= {"experts": 16, "experts_per_token": 1, "expert_intermediate": 8192, "shared_intermediate": 8192}
-MODELS: Mapping[str, tuple[str, ...]] = {
-    "meta-llama/Llama-2-7b-hf": ("model=llama2_7b",),
-    "meta-llama/Llama-3.1-70B-Instruct": ("model=llama31_70b",),
-    "Qwen/Qwen2.5-7B-Instruct": ("model=llama31_8b", *(f"model.{k}={v}" for k, v in _QWEN25.items())),
-    "mistralai/Mistral-Nemo-Instruct-2407": (
-        "model=llama31_8b",
-        *(f"model.{key}={value}" for key, value in _NEMO.items()),
+# No prompt here reaches Scout's chunks of 8,192 tokens, so that its chunked attention is full attention; all of its
+# layers count as FP8, though its attention is not. Its shape: config.json on the Hugging Face hub.
+_SCOUT = "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic"
+_SCOUT_WORDS = (
+    *("model=llama31_8b", "model.name=llama-4-scout", "model.family=qwen3_moe", "model.weight_dtype=fp8"),
+    *(
+        "model.layers=48",
+        "model.hidden=5120",
+        "model.heads=40",
+        "model.intermediate=16384",
+        "model.vocab=202048",
     ),
-    "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic": (
-        *("model=llama31_8b", "model.family=qwen3_moe", "model.weight_dtype=fp8"),
-        *(f"model.{key}={value}" for key, value in _SCOUT.items()),
-    ),
-}
+    *("model.experts=16", "model.expert_intermediate=8192", "model.shared_intermediate=8192"),
+)
 
 
 @dataclass(frozen=True)
@@ -154,18 +153,18 @@ def _run(
             stages.append(Stage(number(stage, "rate"), number(stage, "duration")))
     with document.placed(path):
         name, model = str(facts["id"]), str(facts["model"])
-        if model not in MODELS or facts.get("hardware") != "H100":
-            raise RowError(
-                "model", f"{model} on {facts.get('hardware')} is not known; {', '.join(MODELS)} on H100 are"
-            )
+        preset = preset_of(model)
+        if (preset is None and model != _SCOUT) or facts.get("hardware") != "H100":
+            raise RowError("model", f"{model} on {facts.get('hardware')}: no preset describes both")
         words = (
-            *("device=h100", *MODELS[model], *ENGINE, f"device.tensor_parallel={whole(facts, 'tp', 1)}"),
+            *("device=h100", *((f"model={preset}",) if preset else _SCOUT_WORDS), *ENGINE),
+            f"device.tensor_parallel={whole(facts, 'tp', 1)}",
             f"scheduler.max_running={whole(facts, 'max_num_seqs', 1)}",
             f"scheduler.max_batched_tokens={whole(facts, 'max_num_batched_tokens', 1)}",
             f"cache.pool_blocks={whole(facts, 'total_kv_blocks', 1)}",
         )
     with document.placed((*load, "shared_prefix")):
-        lengths = [whole(shared, key) for key in ("system_prompt_len", "question_len", "output_len")]
+        tokens = [whole(shared, key) for key in ("system_prompt_len", "question_len", "output_len")]
         counts = [
             whole(shared, key, 1) for key in ("num_unique_system_prompts", "num_users_per_system_prompt")
         ]
@@ -182,8 +181,11 @@ def _run(
         model,
         words,
         tuple(stages),
-        *counts,
-        *lengths,
+        counts[0],
+        counts[1],
+        tokens[0],
+        tokens[1],
+        tokens[2],
         measured={
             (int(row["stage_index"]), figure): float(row[figure])
             for row in rows
@@ -192,3 +194,82 @@ def _run(
         },
         others=found,
     )
+
+
+OURS, ROOFLINE, OTHER = "PageTwin", "PageTwin, roofline", "PageTwin, questions new"
+_PREDICTIONS = (
+    (OURS, "cost=published", WHOLE_PROMPTS_REPEAT),
+    (ROOFLINE, "cost=roofline", WHOLE_PROMPTS_REPEAT),
+    (OTHER, "cost=published", not WHOLE_PROMPTS_REPEAT),
+)
+
+
+def stage_rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """A row for each figure of each stage: measured in ms, and each simulator's error (predicted / measured - 1)."""
+    rows = []
+    for run in read_staged_runs(folder):
+        predicted: dict[str, Mapping[tuple[int, str], float]] = {}
+        refused = {}
+        for name, cost, whole_prompts in _PREDICTIONS:
+            try:
+                predicted[name] = _predicted(run, cost, whole_prompts)
+            except ConfigError as error:
+                refused[f"{name} refuses"] = error.message
+        for place, measured in run.measured.items():
+            errors = {
+                name: round(values[place] / measured - 1, 4)
+                for name, values in (predicted | dict(run.others)).items()
+                if place in values
+            }
+            stage, figure = place
+            known = {
+                "deployment": run.name,
+                "model": run.model,
+                "stage": stage,
+                "rate": run.stages[stage].rate,
+            }
+            rows.append(known | {"figure": figure, "measured_ms": measured} | errors | refused)
+        say(f"H100 table: {run.name}, {run.model}")
+    return rows
+
+
+def _predicted(run: StagedRun, cost: str, whole_prompts: bool) -> dict[tuple[int, str], float]:
+    trace = run.trace(whole_prompts=whole_prompts)
+    found = latencies(composed((*run.words, cost)), trace)
+    sent_ms = np.array([row.arrival_us for row in trace.requests]) / 1e3
+    stages = np.array([run.stage_of(row.request_id) for row in trace.requests])
+    values: dict[tuple[int, str], float] = {}
+    for stage in range(len(run.stages)):
+        chosen = stages == stage
+        ended = float((sent_ms + found.e2e_ms)[chosen].max())
+        if (sent_ms[stages > stage] < ended).any():
+            raise UserError(f"{run.name}: stage {stage} is not answered before the next begins")
+        e2e, ttft = found.e2e_ms[chosen], found.ttft_ms[chosen]
+        figures = (e2e.mean(), np.quantile(e2e, 0.9), np.quantile(e2e, 0.99), ttft.mean())
+        values |= {(stage, name): float(value) for name, value in zip(FIGURES, figures, strict=True)}
+    return values
+
+
+def compared(rows: Sequence[Mapping[str, Any]], ours: str) -> list[dict[str, Any]]:
+    """Of each simulator the median error in size over the rows that it shares with `ours`, and that of `ours` there."""
+    found = []
+    known = ("deployment", "model", "stage", "rate", "figure", "measured_ms")
+    names = dict.fromkeys(
+        name for row in rows for name in row if name not in known and "PageTwin" not in name
+    )
+    for name in names:
+        shared = [row for row in rows if name in row and ours in row]
+        for figure in ("all", *FIGURES):
+            some = [row for row in shared if figure in ("all", row["figure"])]
+            if some:
+                found.append(
+                    {
+                        "simulator": name,
+                        "figure": figure,
+                        "deployments": len({row["deployment"] for row in some}),
+                        "rows": len(some),
+                        "its median": median(abs(row[name]) for row in some),
+                        "our median": median(abs(row[ours]) for row in some),
+                    }
+                )
+    return found

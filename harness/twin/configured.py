@@ -31,7 +31,13 @@ PRESETS = {
     "llama-3.1-70b": "llama31_70b",
     "llama-3.3-70b": "llama31_70b",
     "mistral-7b-v0.3": "mistral_7b",
+    "mistral-nemo": "mistral_nemo",
     "mixtral-8x7b-v0.1": "mixtral_8x7b",
+    "mixtral-8x7b-instruct-v0.1": "mixtral_8x7b",
+    "phi-4-mini": "phi4_mini",
+    "qwen2.5-0.5b": "qwen25_05b",
+    "qwen2.5-1.5b": "qwen25_15b",
+    "qwen2.5-7b": "qwen25_7b",
     "qwen3-8b": "qwen3_8b",
     "qwen3-32b": "qwen3_32b",
     "qwen3-30b-a3b": "qwen3_30b_a3b",
@@ -44,7 +50,7 @@ PRESETS = {
     "opt-66b": "opt_66b",
     "opt-175b": "opt_175b",
 }
-_TUNED = ("-instruct", "-chat", "-it", "-hf", "-base", "-2507", "-thinking")  # of the same shape
+_TUNED = ("-instruct", "-chat", "-it", "-hf", "-base", "-2407", "-2507", "-thinking")  # of the same shape
 # A word of a device's name as a driver gives it, and the preset that describes the device.
 DEVICES = {
     "rtx pro 6000": "rtx_pro_6000",
@@ -56,6 +62,11 @@ DEVICES = {
     "h100 80gb hbm3": "h100",
     "h200": "h200",
     "b200": "b200",
+    "l4": "l4",
+    "tesla t4": "t4",
+    "rtx a6000": "rtx_a6000",
+    "rtx 5090": "rtx5090",
+    "rtx 5070 ti": "rtx5070ti",
 }
 _WEIGHTS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 _WEIGHTS |= dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "int4")
@@ -241,7 +252,7 @@ def preset_of(name: str) -> str | None:
 def preset_of_device(name: str) -> str | None:
     """The preset of a device by the name that its driver gives, or None. A GB200 is no B200."""
     found = next(
-        (DEVICES[one] for one in DEVICES if re.search(rf"(?<!\w){re.escape(one)}", name.lower())), None
+        (DEVICES[one] for one in DEVICES if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", name.lower())), None
     )
     return found if found in groups()["device"] else None
 

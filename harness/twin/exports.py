@@ -8,6 +8,10 @@ GuideLLM 0.8.1: JSON with `benchmarks[i].requests.successful`; the times are in 
 request itself (`start_time`, `first_token_time`, `last_token_time`). AIPerf 0.13.0: `profile_export.jsonl`, one record
 of `metadata` and `metrics` a line. Both have wall-clock times of the client.
 
+inference-engine-benchmark-system (`benchmarks/runner.py` of github.com/varad-more/inference-engine-benchmark-system):
+`requests` of a closed loop in their order, `ttft_ms`, `total_ms`, `output_tokens`, and `prompt_len` in words; levels of
+concurrency run one after another, each behind a semaphore.
+
 LLMServingSim's vLLM recorder (`bench/core/recorder.py` of github.com/casys-kaist/LLMServingSim at 5daddb2): a request
 has `input_toks`, `output_toks`, `arrival_time` (wall clock) and `queued_ts`, `scheduled_ts`, `first_token_ts`,
 `last_token_ts` (the engine's monotonic clock), all in seconds.
@@ -115,6 +119,62 @@ def _bench_row(
     if not output or not ttft:
         return "no output token"
     return rows.LoggedRequest(str(index), start, start + ttft, start + ttft + total, prompt, output)
+
+
+# -- inference-engine-benchmark-system --------------------------------------------------------------------------------
+
+LEVEL_KEYS = ("scenario_name", "engine_name", "requests")
+_TOKENS_OF_A_WORD = 4 / 3
+
+
+def read_levels(file: SourceFile) -> rows.RequestLog:
+    """The requests of all levels; each place of a level's semaphore is a session. Raises TraceError.
+
+    A request starts when one before it makes room. `asyncio.as_completed` started them in an order of its own, which
+    the file does not keep: the distribution over requests of a level is known, not which of them ran together.
+    """
+    document = rows.JsonDocument(file)
+    log = rows.RequestLog("inference-engine-benchmark-system", file)
+    scenario = document.object(("scenario_config",))
+    requests = document.items(("requests",))
+    with document.placed(("scenario_config",)):
+        levels = scenario.get("concurrency_levels") or [rows.whole(scenario, "concurrency", 1)]
+        each = scenario.get("requests_per_level") or rows.whole(scenario, "num_requests", 1)
+        if not all(isinstance(level, int) and level > 0 for level in levels) or each * len(levels) != len(
+            requests
+        ):
+            raise RowError(None, f"{len(levels)} levels of {each} requests, but the file has {len(requests)}")
+    start = ended = 0.0
+    for level, most in enumerate(levels):
+        free, start = [(ended, place) for place in range(most)], ended
+        for place in range(level * each, (level + 1) * each):
+            with document.placed(("requests", place)):
+                row = document.object(("requests", place))
+                start, slot = heappop(free)
+                last = start + rows.number(row, "total_ms") / 1e3
+                heappush(free, (last, slot))
+                ended = max(ended, last)
+                log.add(_level_row(row, place, start, last, f"level {level + 1}, place {slot + 1}"))
+    facts = document.value.get("run_metadata")
+    log.facts = {"model_id": facts["model"]} if isinstance(facts, dict) and "model" in facts else {}
+    log.notes.append(
+        f"{file.name}: prompt_len counts words; a word is taken as 4/3 tokens. Its KV use and running requests are not "
+        "read: the recorder wrote 0 throughout."
+    )
+    return log
+
+
+def _level_row(
+    row: dict[str, Any], place: int, start: float, last: float, session: str
+) -> rows.LoggedRequest | str:
+    if row.get("success") is not True:
+        return "failed"
+    output = rows.whole(row, "output_tokens")
+    if not output:
+        return "no output token"
+    first = start + rows.number(row, "ttft_ms") / 1e3
+    prompt = max(1, round(_TOKENS_OF_A_WORD * rows.whole(row, "prompt_len")))
+    return rows.LoggedRequest(str(place), start, first, last, prompt, output, session=session)
 
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------

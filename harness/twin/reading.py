@@ -272,6 +272,10 @@ READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
         lambda head: "resourceSpans" in head.object or ("data" in head.object and '"spans"' in head.text),
         _log(exports.read_spans),
     ),
+    "a result of inference-engine-benchmark-system": (
+        lambda head: head.has(*exports.LEVEL_KEYS),
+        _log(exports.read_levels),
+    ),
     "GuideLLM's JSON": (lambda head: head.has("benchmarks"), _log(exports.read_guidellm)),
     "AIPerf's profile_export.jsonl": (
         lambda head: all(f'"{word}"' in head.text for word in ("metadata", "metrics", "request_start_ns")),

@@ -3,6 +3,7 @@
 `checkpoint_shape` reads what `ModelShape` can describe, and `unknown_parts` names what it cannot.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from importlib.util import find_spec
@@ -59,6 +60,9 @@ _LINEAR = "linear_attention"
 _MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
+# What is not quantised. Routers, norms and output embeddings are small or never are; these are not.
+_LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
+_MATRIX = re.compile(r"(^|\.)(\w*_proj|qkv|self_attn|attn|attention|mlp|experts?|feed_forward)$")
 _MOST = 10**9  # of any number of a shape; more is a mistake, and sizes in bytes would not fit 64 bits
 
 
@@ -88,6 +92,11 @@ class CheckpointFacts:
     def get(self, name: str) -> Any:
         """The value under `name` as transformers reads it where it is installed and knows the family, or as written."""
         return self.written(name) if self._filled is None else getattr(self._filled, name, None)
+
+    @property
+    def quantisation(self) -> Any:
+        """The section on quantised weights; of a nested file it stands outside of the part on text."""
+        return self._facts.get("quantization_config") or self._read.whole.get("quantization_config")
 
     @property
     def family(self) -> str:
@@ -214,10 +223,11 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         other.remove(_LINEAR)
     if other:
         found.append(f"layers of other kinds ({', '.join(other)})")
-    quantised = facts.get("quantization_config")
+    quantised = facts.quantisation
     if quantised and _quantised_bits(facts) is None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        found.append(f"quantised weights of a kind that it does not know (quant_method = {method})")
+        some = ", and of some matrices alone" if _partly(facts) else ""
+        found.append(f"quantised weights of a kind that it does not know (quant_method = {method}{some})")
     if not found and facts.family not in KNOWN:
         found.append(f"an architecture that it has not been taught (model_type {facts.family or 'missing'})")
     return found
@@ -317,7 +327,9 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
 
 def _quantised_bits(facts: CheckpointFacts) -> float | None:
     """Bits with scales, of the kinds whose files say them; None without quantisation, or of another kind."""
-    section, method = facts.get("quantization_config"), _method(facts)
+    section, method = facts.quantisation, _method(facts)
+    if _partly(facts) and method != "mxfp4":
+        return None
     if method in _EVERY_EIGHT_BITS:
         return 8.0
     if method == "mxfp4":
@@ -330,6 +342,15 @@ def _quantised_bits(facts: CheckpointFacts) -> float | None:
     return None
 
 
+def _partly(facts: CheckpointFacts) -> bool:
+    """Whether some matrices of the layers are left out of the quantisation, or have another width by a rule."""
+    section = facts.quantisation
+    if not isinstance(section, dict):
+        return False
+    left_out = [name for key in _LEFT_OUT for name in section.get(key) or ()]
+    return bool(section.get("dynamic")) or any(_MATRIX.search(str(name)) for name in left_out)
+
+
 def _method(facts: CheckpointFacts) -> str:
-    section = facts.get("quantization_config")
+    section = facts.quantisation
     return str(section.get("quant_method") or "") if isinstance(section, dict) else ""

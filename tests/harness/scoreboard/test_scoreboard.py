@@ -10,7 +10,8 @@ import pytest
 from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind
-from harness.scoreboard.board import counted, deployment_rows, write_csv, write_page
+from harness.scoreboard.board import counted, write_csv, write_page
+from harness.scoreboard.fidelity import log_rows
 from harness.scoreboard.published_runs import (
     PublishedRun,
     _check_batch,
@@ -20,6 +21,7 @@ from harness.scoreboard.published_runs import (
     simulated,
 )
 from harness.twin.prediction import Errors
+from harness.twin.reading import read_engine_log
 
 
 def run(name: str, users: int, parallel: int = 1, model: str = "a/model") -> PublishedRun:
@@ -95,7 +97,6 @@ def page(tmp_path: Path) -> str:
         runs=runs,
         reasons=list(counted({"disaggregated": 7, "never": 0})),
         attention=[],
-        deployments=[],
     )
     assert (tmp_path / "tpot.svg").stat().st_size > 1000
     return written.read_text(encoding="utf-8")
@@ -118,18 +119,24 @@ def test_the_page_counts_the_rows_of_the_file(page: str) -> None:
     assert "has 10 runs of a closed loop" in page
 
 
-def test_the_page_says_what_no_command_does_and_what_was_fitted(page: str) -> None:
-    assert "twice their FLOP/s for 8-bit weights" in page
-    assert "`compute_efficiency` of the\npresets rtx4090 and rtx_pro_6000 is rounded from a fit" in page
+def test_the_page_says_that_narrow_arithmetic_is_not_priced(page: str) -> None:
+    assert "does not price 8- and 4-bit arithmetic" in page
+
+
+def test_the_roofline_refuses_a_published_run_of_8_bit_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = str(Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "llama")
+    monkeypatch.setattr("harness.scoreboard.published_runs.checkpoint_of", lambda _: checkpoint)
+    with pytest.raises(ConfigError, match="arithmetic of 8 and 4 bits"):
+        simulated(replace(RUNS[0], weights="fp8"), CostKind.roofline)
 
 
 def test_a_deployment_on_a_preset_that_was_rounded_from_a_fit_is_marked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("harness.scoreboard.board.KINDS", (CostKind.roofline,))
-    monkeypatch.setattr("harness.scoreboard.board.fit_device", lambda *_: _fit_of_nothing())
+    monkeypatch.setattr("harness.scoreboard.fidelity.KINDS", (CostKind.roofline,))
+    monkeypatch.setattr("harness.scoreboard.fidelity.fit_device", lambda *_: _fit_of_nothing())
     recorded = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
-    (unfitted, _) = deployment_rows([str(recorded)], ("device=rtx_pro_6000",), lambda _: None)
+    (unfitted, _), _ = log_rows(read_engine_log(recorded), ("device=rtx_pro_6000",))
     assert "compute_efficiency of the preset is rounded from a fit" in unfitted["fit"]
 
 

@@ -1,0 +1,158 @@
+"""Hybrid, windowed, nested and quantised models, written by hand: read as transformers reads them, or refused."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.errors import ConfigError
+from harness.cost.model_shape import ModelShape
+from harness.workload import architecture
+from harness.workload.architecture import CheckpointFacts, checkpoint_shape, unknown_parts
+
+LAYERS = 12
+BASE = {
+    "hidden_size": 512,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "vocab_size": 300_000,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def of(family: str, **more: Any) -> dict[str, Any]:
+    return BASE | {"model_type": family} | more
+
+
+def nested(family: str, text: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"model_type": family, "text_config": text, **more}
+
+
+def quantised(method: str, **more: Any) -> dict[str, Any]:
+    return {"quantization_config": {"quant_method": method, **more}}
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+HYBRID = ["linear_attention"] * 9 + ["full_attention"] * 3
+READ = {
+    "cohere2 (Command-R7B)": of("cohere2", sliding_window=128, sliding_window_pattern=4),
+    "exaone4": of("exaone4", sliding_window=128, sliding_window_pattern=4),
+    "gemma2": of("gemma2", sliding_window=128),
+    "gemma3 nested": nested("gemma3", of("gemma3_text", sliding_window=128, sliding_window_pattern=6)),
+    "gemma3 without its pattern": of("gemma3_text", sliding_window=128),
+    "gpt_oss mxfp4": of(
+        "gpt_oss", sliding_window=128, num_local_experts=8, num_experts_per_tok=2, **quantised("mxfp4")
+    ),
+    "mistral": of("mistral", sliding_window=128),
+    "mistral3 nested": nested("mistral3", of("mistral", sliding_window=None)),
+    "ministral": of("ministral", sliding_window=128),
+    "mixtral": of("mixtral", num_local_experts=4, num_experts_per_tok=2, sliding_window=128),
+    "qwen2 windows above a layer": of(
+        "qwen2", use_sliding_window=True, sliding_window=128, max_window_layers=8
+    ),
+    "qwen2 windows off": of("qwen2", use_sliding_window=False, sliding_window=128, max_window_layers=8),
+    "qwen3": of("qwen3", sliding_window=128),
+    "smollm3": of("smollm3", no_rope_layer_interval=4),
+    "phi3": of("phi3", sliding_window=128, pad_token_id=0),
+    "llava nested, quantised outside": nested(
+        "llava", of("llama"), **quantised("awq", bits=4, group_size=128)
+    ),
+    "llama gptq": of("llama", **quantised("gptq", bits=4, group_size=128)),
+    "llama fp8 but its head": of("llama", **quantised("fp8", modules_to_not_convert=["lm_head"])),
+    "qwen3_moe": of("qwen3_moe", **EXPERTS),
+}
+REFUSED = {
+    "qwen3_next without its list": of("qwen3_next", shared_expert_intermediate_size=256, **EXPERTS),
+    "qwen3_next": of("qwen3_next", shared_expert_intermediate_size=256, layer_types=HYBRID, **EXPERTS),
+    "qwen3_5 nested": nested("qwen3_5", of("qwen3_5_text", full_attention_interval=4)),
+    "jamba": of("jamba", attn_layer_period=4, attn_layer_offset=1, num_experts=4, num_experts_per_tok=2),
+    "bamba": of("bamba", attn_layer_indices=[3, 7]),
+    "falcon_h1": of("falcon_h1"),
+    "olmo3": of("olmo3", sliding_window=128),
+    "exaone4 with a pattern in letters": of("exaone4", sliding_window=128, sliding_window_pattern="LLLG"),
+    "gptq by a rule": of("llama", **quantised("gptq", bits=4, group_size=128, dynamic={"-:.*attn": {}})),
+    "fbgemm_fp8 without attention": of(
+        "llama", **quantised("fbgemm_fp8", modules_to_not_convert=["model.layers.0.self_attn.q_proj"])
+    ),
+    "compressed-tensors": of("llama", **quantised("compressed-tensors", format="float-quantized")),
+    "bitsandbytes": nested("llava", of("llama"), **quantised("bitsandbytes", load_in_4bit=True)),
+}
+BITS = {
+    "gpt_oss mxfp4": (None, 4.25),
+    "llava nested, quantised outside": (4.15625, 4.15625),
+    "llama gptq": (4.15625, 4.15625),
+    "llama fp8 but its head": (8.0, 8.0),
+}
+
+
+def shape_of(folder: Path, facts: dict[str, Any]) -> ModelShape | None:
+    """The shape as read; None where it is refused."""
+    (folder / "config.json").write_text(json.dumps(facts))
+    try:
+        found = CheckpointFacts(str(folder))
+        return None if unknown_parts(found, states=False) else checkpoint_shape(found, 2, None)
+    except ConfigError:
+        return None
+
+
+def kinds_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """The layers as transformers reads them: those with a window, the window, heads of K and V, their width."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    read = CONFIG_MAPPING[facts["model_type"]].from_dict(facts).get_text_config(decoder=True)
+    kinds = getattr(read, "layer_types", None)
+    window = getattr(read, "sliding_window", None)
+    windowed = kinds.count("sliding_attention") if kinds else LAYERS * bool(window)
+    return {
+        "layers": read.num_hidden_layers,
+        "windowed_layers": windowed,
+        "window": window if windowed else None,
+        "kv_heads": read.num_key_value_heads,
+        "head_dim": read.head_dim,
+        "tied_embeddings": bool(read.tie_word_embeddings),
+    }
+
+
+def wrong(folder: Path, expected: dict[str, dict[str, Any]]) -> list[str]:
+    """The models whose shape is read, and differs from transformers' reading."""
+    found = []
+    for name, facts in (READ | REFUSED).items():
+        shape = shape_of(folder, facts)
+        if shape is None:
+            continue
+        ours = {key: getattr(shape, key) for key in expected[name]}
+        bits = BITS.get(name, (None, None))
+        if ours != expected[name] or (shape.layer_bits, shape.expert_bits) != bits:
+            found.append(f"{name}: {ours}, {shape.layer_bits} and {shape.expert_bits} bits")
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, dict[str, Any]]:
+    return {name: kinds_of(facts) for name, facts in READ.items()}
+
+
+def test_what_is_read_is_read_as_transformers_reads_it(
+    tmp_path: Path, expected: dict[str, dict[str, Any]]
+) -> None:
+    refused = [name for name, facts in READ.items() if shape_of(tmp_path, facts) is None]
+    assert (refused, wrong(tmp_path, expected)) == ([], [])
+
+
+def test_what_is_not_described_is_refused(tmp_path: Path) -> None:
+    assert [name for name, facts in REFUSED.items() if shape_of(tmp_path, facts)] == []
+
+
+def test_without_transformers_each_is_read_alike_or_refused(
+    tmp_path: Path, expected: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        architecture, "find_spec", lambda name: None if name == "transformers" else find_spec(name)
+    )
+    assert wrong(tmp_path, expected) == []
