@@ -1,5 +1,6 @@
 """The scoreboard's choice of runs, its page and its command."""
 
+import json
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -123,9 +124,13 @@ def test_the_page_says_that_narrow_arithmetic_is_not_priced(page: str) -> None:
     assert "does not price 8- and 4-bit arithmetic" in page
 
 
-def test_the_roofline_refuses_a_published_run_of_8_bit_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = str(Path(__file__).resolve().parents[2] / "data" / "checkpoints" / "llama")
-    monkeypatch.setattr("harness.scoreboard.published_runs.checkpoint_of", lambda _: checkpoint)
+def test_the_roofline_refuses_a_published_run_of_8_bit_arithmetic(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shape = {"hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8, "intermediate_size": 1024}
+    facts = {"model_type": "llama", "vocab_size": 1000, "max_position_embeddings": 4096, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    monkeypatch.setattr("harness.scoreboard.published_runs.checkpoint_of", lambda _: str(tmp_path))
     with pytest.raises(ConfigError, match="arithmetic of 8 and 4 bits"):
         simulated(replace(RUNS[0], weights="fp8"), CostKind.roofline)
 
