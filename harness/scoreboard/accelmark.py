@@ -32,7 +32,7 @@ _SECONDS_BETWEEN = 3600.0  # from the requests that fill the prefix cache to tho
 
 
 @dataclass(frozen=True)
-class Load:
+class AccelmarkLoad:
     """One load of a run and what was measured: `rate` requests a second; None: one after another, or all at once."""
 
     scenario: str
@@ -76,7 +76,7 @@ def accelmark_rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, A
     return rows
 
 
-def _loads(run: dict[str, Any], suite: dict[str, Any]) -> Iterator[Load]:
+def _loads(run: dict[str, Any], suite: dict[str, Any]) -> Iterator[AccelmarkLoad]:
     """The loads of a run; those of a suite of precisions or of numbers of devices too."""
     metrics, devices = run["metrics"], run["chip"]["count"]
     for part in metrics.get("scaling", {}).get("results_by_chip_count", ()):
@@ -92,7 +92,7 @@ def _loads(run: dict[str, Any], suite: dict[str, Any]) -> Iterator[Load]:
         yield from _of({**metrics, **metrics["offline"]}, run["model"]["precision"], devices, suite)
 
 
-def _of(part: dict[str, Any], precision: str, devices: int, suite: dict[str, Any]) -> Iterator[Load]:
+def _of(part: dict[str, Any], precision: str, devices: int, suite: dict[str, Any]) -> Iterator[AccelmarkLoad]:
     done = [
         row
         for row in part["results_by_concurrency"]
@@ -107,21 +107,21 @@ def _of(part: dict[str, Any], precision: str, devices: int, suite: dict[str, Any
     )
     output = min(max(round(tokens / count), 2), suite["output_tokens_max"])
     rate = {"tokens_per_s": offline["throughput_tokens_per_sec"]}
-    yield Load("all at once", precision, devices, count, None, output, rate)
+    yield AccelmarkLoad("all at once", precision, devices, count, None, output, rate)
     alone = part.get("interactive")
     if alone and alone.get("tpot_ms_p50"):
         many = suite.get("interactive_request_count") or count
-        yield Load("one after another", precision, devices, many, None, output, _figures(alone))
+        yield AccelmarkLoad("one after another", precision, devices, many, None, output, _figures(alone))
     for row in (part.get("online") or {}).get("results_by_qps", ()):
         many = suite["online_request_count"]
-        yield Load("online", precision, devices, many, row["target_qps"], output, _figures(row))
+        yield AccelmarkLoad("online", precision, devices, many, row["target_qps"], output, _figures(row))
 
 
 def _figures(row: dict[str, Any]) -> dict[str, float]:
     return {f"{name}_{q}": row[f"{name}_ms_{q}"] for name in ("ttft", "tpot") for q in ("p50", "p90")}
 
 
-def _words(run: dict[str, Any], suite: dict[str, Any], load: Load) -> list[str]:
+def _words(run: dict[str, Any], suite: dict[str, Any], load: AccelmarkLoad) -> list[str]:
     device, model = preset_of_device(run["chip"]["name"]), preset_of(run["model"]["model_id"])
     if device is None or model is None:
         raise UserError(f"no preset of {run['chip']['name']} or of {run['model']['model_id']}")
@@ -142,7 +142,9 @@ def _words(run: dict[str, Any], suite: dict[str, Any], load: Load) -> list[str]:
     return [*words, *settings.overrides()]
 
 
-def _errors(run: dict[str, Any], suite: dict[str, Any], load: Load, prompts: Sequence[int]) -> dict[str, Any]:
+def _errors(
+    run: dict[str, Any], suite: dict[str, Any], load: AccelmarkLoad, prompts: Sequence[int]
+) -> dict[str, Any]:
     words = _words(run, suite, load)
     if load.scenario == "one after another":
         words += ["replay.mode=closed", "replay.users=1"]
@@ -162,7 +164,7 @@ def _errors(run: dict[str, Any], suite: dict[str, Any], load: Load, prompts: Seq
     }
 
 
-def _trace(load: Load, prompts: Sequence[int], first: int, longest: int) -> Trace:
+def _trace(load: AccelmarkLoad, prompts: Sequence[int], first: int, longest: int) -> Trace:
     """The load; before it the same requests once more, `first` of them."""
     draw, rows = np.random.default_rng(0), list[TraceRequest]()
     for place in range(first + load.requests):
