@@ -242,7 +242,7 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
 
 
 @dataclass(frozen=True)
-class RequestTimes:
+class ClientTimes:
     """TTFT, TPOT and end to end in ms from when the client sent each request, by its place in the trace.
 
     `span_s` is the time from the first request to the last answer.
@@ -260,7 +260,7 @@ def composed(words: Sequence[str]) -> RunConfig:
     return normalise(compose_config(axis.settings[0] for axis in request.axes))
 
 
-def latencies(config: RunConfig, trace: Trace) -> RequestTimes:
+def latencies(config: RunConfig, trace: Trace) -> ClientTimes:
     """What a configuration predicts of the requests of `trace`.
 
     Raises:
@@ -271,7 +271,7 @@ def latencies(config: RunConfig, trace: Trace) -> RequestTimes:
     return _latencies(point, cost_model(point.deployment))
 
 
-def _latencies(point: Point, cost: CostModel) -> RequestTimes:
+def _latencies(point: Point, cost: CostModel) -> ClientTimes:
     rows = simulate(point, cost).requests
     order = np.argsort(np.asarray(rows["request_id"]), kind="stable")
     sent, first, last, outputs = (
@@ -279,7 +279,7 @@ def _latencies(point: Point, cost: CostModel) -> RequestTimes:
         for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
     )
     tpot_ms = 1e3 * (last - first) / np.maximum(outputs - 1, 1)
-    return RequestTimes(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent), float(last.max() - sent.min()))
+    return ClientTimes(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent), float(last.max() - sent.min()))
 
 
 def _check_possible(run: PublishedRun, config: RunConfig) -> None:
