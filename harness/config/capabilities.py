@@ -314,12 +314,6 @@ TABLE: tuple[Capability, ...] = (
          Way.oracle: "several replicas are simulated"},
     ),
     Capability(
-        "model.experts",
-        lambda a: a.experts or None,
-        {Way.replicas: "replicas of a mixture of experts run in lockstep in vLLM, which is not modelled; predict one "
-         "of them at its share of the request rate"},
-    ),
-    Capability(
         "model.kv_dtype",
         lambda a: _if(a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
         {Way.measured_groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep"},

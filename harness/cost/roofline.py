@@ -42,7 +42,8 @@ class DeviceShape:
 
     `block_size_factor` multiplies the seconds of reading KV in decode attention, by the block size; None: not priced.
 
-    With `expert_parallel` each device holds whole experts, else a slice of every expert.
+    With `expert_parallel` each device holds whole experts, else a slice of every expert. Both lie on the devices of all
+    data-parallel `replicas`, which then run in lockstep.
 
     `multiprocessors`, `cache` (bytes of the L2) and `clock_ghz` are the datasheet's, 0 where they are not known. The
     roofline does not use them; the interpolation of timed operators does.
@@ -71,6 +72,7 @@ class DeviceShape:
     row_overhead_s: float = 0.0
     overlaps: bool = False
     expert_parallel: bool = False
+    replicas: int = 1
     multiprocessors: int = 0
     cache: float = 0.0
     clock_ghz: float = 0.0
@@ -83,6 +85,7 @@ class DeviceShape:
             *(self.name, self.bandwidth, self.flops, 0.0, 0.0, self.parallel),
             *(self.link_bandwidth, 0.0, self.host_bandwidth, 0.0),
             expert_parallel=self.expert_parallel,
+            replicas=self.replicas,
         )
 
 
@@ -113,9 +116,12 @@ class RooflineCost:
     costs (SOSP'23 paper on paged attention, section 7.3). `draft` is the model that proposes tokens, with its own KV.
 
     Of a mixture of experts a step reads the experts that its tokens are expected to touch, if they choose independently
-    of one another; on whole experts per device the expected load of the busiest device counts. Windowed layers read and
-    compute inside their window alone. Each device reads the whole latent vector of latent attention. Each row reads and
-    writes its state once a step in every layer that has one.
+    of one another; on whole experts per device the expected load of the busiest device counts. Replicas in lockstep
+    share them: the tokens of all touch them, and each layer with experts gathers the activations of all replicas and
+    scatters the sums (vLLM's backend allgather_reducescatter): (r - 1) / r of their bytes each way.
+
+    Windowed layers read and compute inside their window alone. Each device reads the whole latent vector of latent
+    attention. Each row reads and writes its state once a step in every layer that has one.
 
     On `DeviceShape.bound` the price is a lower bound. On any other device it is an expected value: efficiencies and
     fixed times are assumed or fitted.
@@ -142,13 +148,20 @@ class RooflineCost:
         self._decode_pair_s = share * model.decode_pair_flops / pairs
         self._windowed = model.windowed_layers / model.attention_layers if model.window else 0.0
         self._experts_s: FloatArray | None = None
+        self._group_tokens: int | None = None
         if model.experts:
-            groups = device.parallel if device.expert_parallel else 1
-            each = model.expert_bytes / reading * (1.0 if device.expert_parallel else share)
+            holders = device.parallel * device.replicas
+            groups = holders if device.expert_parallel else 1
+            each = model.expert_bytes / reading * (1.0 if device.expert_parallel else 1.0 / holders)
             self._experts_s = model.experts.touched(groups) * each
-            extra = model.experts.busiest(groups) - 1.0
+            busiest = model.experts.busiest(groups)
             routed = model.expert_layers * model.experts.active * model.expert_weights
-            self._token_s += share * 2.0 * routed * extra / compute
+            self._token_s += share * 2.0 * routed * (busiest - 1.0) / compute
+            self._own_token_s = share * 2.0 * (model.token_weights - routed) / compute
+            self._routed_s = 2.0 * routed * busiest / holders / compute
+            sent = 2.0 * (device.replicas - 1) / device.replicas * model.hidden * model.bytes_per_element
+            self._exchange_s = model.expert_layers * sent / (device.link_bandwidth * device.link_efficiency)
+            self._exchanges_s = 2.0 * model.expert_layers * device.link_latency_s
         lanes = [shape for shape in (model, draft) if shape]
         lanes_bytes = sum(shape.kv_share(device.parallel) * shape.kv_bytes_per_token for shape in lanes)
         self._copy_s = 2.0 * lanes_bytes / reading
@@ -160,6 +173,10 @@ class RooflineCost:
         states = share * 2.0 * model.state_layers * model.state_bytes / reading_kv
         self._row_s = model.layers * device.row_overhead_s + states
         self._link_s, self._gather_s, self._reduce_s = _links(model, device)
+
+    def of_group(self, tokens: int | None) -> None:
+        """Price the next steps as those of replicas in lockstep that together have so many tokens; None: alone."""
+        self._group_tokens = tokens
 
     @property
     def has_windows(self) -> bool:
@@ -209,8 +226,12 @@ class RooflineCost:
             pairs = pairs - features[AT.prefill_unseen_work] * self._windowed
         prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
         decodes = _larger(decode_kv * self._decode_kv_s, decode_kv * self._decode_pair_s)
-        computing = tokens * self._token_s + features[AT.sampled_rows] * self._sample_s
-        reading = self._weights_s if self._experts_s is None else self._reading(tokens)
+        computing, routed = tokens * self._token_s, tokens
+        if self._group_tokens is not None:
+            routed = self._group_tokens
+            computing = tokens * self._own_token_s + routed * self._routed_s
+        computing = computing + features[AT.sampled_rows] * self._sample_s
+        reading = self._weights_s if self._experts_s is None else self._reading(routed)
         dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
         return StepParts(dense, decodes, prompts)
 
@@ -225,6 +246,8 @@ class RooflineCost:
         if self._reduce_s or self._link_s:
             rows = features[AT.sampled_rows]
             seconds = seconds + (tokens * self._link_s + rows * self._gather_s + self._reduce_s)
+        if self._group_tokens is not None:
+            seconds = seconds + self._group_tokens * self._exchange_s + self._exchanges_s
         seconds = seconds + self._swapping(features)
         if self._draft:
             seconds = seconds + self._draft.seconds(features)

@@ -242,6 +242,12 @@ def check_cost(deployment: Deployment) -> None:
     kind = resolve_cost_kind(deployment)
     _check_device(deployment, kind)
     _check_modelled(deployment, kind)
+    if deployment.device.data_parallel > 1 and deployment.shape.experts and kind is not CostKind.roofline:
+        reason = (
+            f"{kind}, but replicas of a mixture of experts run in lockstep, which the roofline alone prices; use "
+            "cost=roofline, or device.data_parallel=1"
+        )
+        raise ConfigError("cost.kind", reason)
     decoding = deployment.decoding
     if decoding.draft_tokens and decoding.acceptance is None and kind in _PREDICTED:
         raise ConfigError(

@@ -130,19 +130,33 @@ class Replay:
                 tell(request, Outcome.UNFINISHED, NEVER, stats)
 
     def _engine(self) -> Generator[Any, Any, None]:
-        env, scheduler, arrivals = self._env, self._scheduler, self._arrivals
-        while self._until_ns is None or env.now < self._until_ns:
-            due, seen = arrivals.next_ns(), self._seen_ns()
-            if due is not None and due <= seen:
-                self._submit(arrivals.take(seen))
-            if scheduler.has_work:
+        env = self._env
+        while not self.is_over:
+            if self.has_work():
                 yield env.timeout(self._step(env.now))
                 continue
-            self._began_ns = None
-            due = arrivals.next_ns()
+            due = self.next_ns()
             if due is None:
                 return
             yield env.timeout(max(0, due - env.now))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time at which the replay stops has come."""
+        return self._until_ns is not None and self._env.now >= self._until_ns
+
+    def has_work(self) -> bool:
+        """Submit what has arrived; whether there is something to schedule now."""
+        due, seen = self._arrivals.next_ns(), self._seen_ns()
+        if due is not None and due <= seen:
+            self._submit(self._arrivals.take(seen))
+        if not self._scheduler.has_work:
+            self._began_ns = None
+        return self._scheduler.has_work
+
+    def next_ns(self) -> int | None:
+        """When the next request may come; None where none does."""
+        return self._arrivals.next_ns()
 
     def _seen_ns(self) -> int:
         """The time up to which the next step knows of arrivals."""
@@ -170,14 +184,34 @@ class Replay:
 
     def _step(self, now: int) -> int:
         """Run one plan and return its duration in ns."""
-        executor, scheduler = self._executor, self._scheduler
-        executor.begin()
-        plan = scheduler.schedule(executor.max_steps)
+        plan = self.plan()
+        result = self.execute(plan)
+        report = self._scheduler.commit(plan, result)
+        return self._record(now, plan, result, report, self._executor.end())
+
+    def plan(self) -> StepPlan:
+        """Schedule the step that begins now."""
+        self._executor.begin()
+        plan = self._scheduler.schedule(self._executor.max_steps)
         for look in self._planned:
-            executor.unclocked(partial(look, now, plan))
-        result = executor.execute(plan, self._horizon(now))
-        report = scheduler.commit(plan, result)
-        timing = executor.end()
+            self._executor.unclocked(partial(look, self._env.now, plan))
+        return plan
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run or price the plan that was scheduled."""
+        return self._executor.execute(plan, self._horizon(self._env.now))
+
+    def priced(self) -> StepTiming:
+        """What the executor says of the plan that it has executed, before its commit: of a prediction alone."""
+        return self._executor.end()
+
+    def commit(self, plan: StepPlan, result: StepResult, timing: StepTiming) -> int:
+        """Commit a plan whose duration others decide too; returns it in ns."""
+        return self._record(self._env.now, plan, result, self._scheduler.commit(plan, result), timing)
+
+    def _record(
+        self, now: int, plan: StepPlan, result: StepResult, report: CommitReport, timing: StepTiming
+    ) -> int:
         took = sum(timing.ns)
         if now + took > LATEST_NS:
             raise TimeSpanError

@@ -4,12 +4,16 @@ Source: `DPLBAsyncMPClient.get_core_engine_for_request` in vllm/v1/engine/core_c
 with the lowest 4 x waiting + running, the first of equals. The counts are refreshed every 100 ms at most; between, one
 API server counts each request that it sent as waiting. A replica keeps its own pool, and never gives a request away.
 
-Not modelled: several API servers, and replicas that run in lockstep, as mixtures of experts do.
+Replicas of a mixture of experts run in lockstep: their experts lie on the devices of all, so that each layer waits for
+the slowest. A replica without a request runs along on a dummy batch (`DPEngineCoreProc` in vllm/v1/engine/core.py).
+
+Not modelled: several API servers, and tokens by which vLLM pads smaller batches to the largest in lockstep.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import simpy
@@ -93,6 +97,44 @@ def run_together(replays: Sequence[Replay], env: simpy.Environment) -> None:
     env.run()
     for each in replays:
         each.close()
+
+
+def run_in_lockstep(
+    replays: Sequence[Replay], env: simpy.Environment, tell: Callable[[int | None], None]
+) -> None:
+    """Run replays of predictions that share `env` step by step, each step as long as that of the slowest.
+
+    Their executors take one step at a time. `tell` is told the tokens of all before a step is priced, None at the end.
+    """
+
+    def together() -> Generator[Any, Any, None]:
+        while not replays[0].is_over:
+            busy = [each for each in replays if each.has_work()]
+            if busy:
+                yield env.timeout(_step_together(busy, tell))
+                continue
+            due = min((ns for each in replays if (ns := each.next_ns()) is not None), default=None)
+            if due is None:
+                return
+            yield env.timeout(max(0, due - env.now))
+
+    env.process(together())
+    env.run()
+    tell(None)
+    for each in replays:
+        each.close()
+
+
+def _step_together(busy: Sequence[Replay], tell: Callable[[int | None], None]) -> int:
+    """One step of all that have work; its duration in ns."""
+    plans = [each.plan() for each in busy]
+    tell(sum(plan.steady + sum(row.query_len for row in plan.other_rows) for plan in plans))
+    results = [each.execute(plan) for each, plan in zip(busy, plans, strict=True)]
+    timings = [each.priced() for each in busy]
+    longest = max(timing.ns[0] for timing in timings)
+    for each, plan, result, timing in zip(busy, plans, results, timings, strict=True):
+        each.commit(plan, result, timing._replace(ns=[longest]))
+    return longest
 
 
 def merged(logs: Sequence[RunLog]) -> RunLog:

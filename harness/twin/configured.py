@@ -191,7 +191,7 @@ def _own(settings: EngineSettings) -> list[str]:
     words = list(settings.overrides())
     words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
     words.append(f"device.data_parallel={settings.data_parallel or 1}")
-    if settings.expert_parallel and (settings.tensor_parallel or 1) > 1:
+    if settings.expert_parallel and (settings.tensor_parallel or 1) * (settings.data_parallel or 1) > 1:
         words.append("device.expert_parallel=true")
     if settings.quantization is not None:
         if settings.quantization not in _WEIGHTS:

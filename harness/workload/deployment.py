@@ -439,6 +439,7 @@ def _device_shape(deployment: Deployment) -> DeviceShape:
         row_overhead_s=device.row_overhead_us * 1e-6,
         overlaps=True,
         expert_parallel=device.expert_parallel,
+        replicas=device.data_parallel if deployment.shape.experts else 1,
         multiprocessors=device.multiprocessors,
         cache=device.l2_mib * 2**20,
         clock_ghz=device.clock_ghz,
@@ -544,6 +545,8 @@ def _pool_tokens(config: RunConfig, model: ModelShape, size: int) -> tuple[int, 
     draft = _draft_shape(config.model, config.decoding)
     own = draft is not None and config.decoding.draft_path is not None
     weights = model.weight_bytes + (draft.weight_bytes if draft and own else 0)
+    if model.experts:  # they lie on the devices of all replicas
+        weights -= round(model.experts.count * model.expert_bytes * (1 - 1 / device.data_parallel))
     lanes = [model, draft] if draft else [model]
     token_bytes = sum(shape.kv_bytes_per_token * shape.kv_share(device.tensor_parallel) for shape in lanes)
     memory = device_memory(device, config.scheduler, model, weights)

@@ -30,6 +30,7 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, ReplayMode
 from harness.console import install_hint
+from harness.cost.roofline import RooflineCost
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
@@ -39,7 +40,7 @@ from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay
 from harness.replay.recorder import PlanRecording, Recorder
-from harness.replay.replicas import Balancer, merged, run_together
+from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
@@ -360,10 +361,11 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     """The same for data-parallel replicas on one clock."""
     env, schedulers = simpy.Environment(initial_time=0), [point.scheduler() for _ in range(point.replicas)]
     folds, recorders, replays = [], [], []
+    lockstep = point.deployment.shape.experts is not None
     arrivals = point.arrivals(point.requests())
     for lane, scheduler in zip(Balancer(arrivals, schedulers).lanes, schedulers, strict=True):
         live: dict[int, Request] = {}
-        executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
+        executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not lockstep)
         folds.append(new_log(point))
         recorders.append(Recorder(folds[-1]))
         replay = Replay(
@@ -374,7 +376,11 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
             env=env,
         )
         replays.append(replay)
-    run_together(replays, env)
+    if lockstep:
+        assert isinstance(cost, RooflineCost)  # `check_cost` refuses others
+        run_in_lockstep(replays, env, cost.of_group)
+    else:
+        run_together(replays, env)
     for recorder in recorders:
         recorder.close()
     return merged([fold.log() for fold in folds])

@@ -50,6 +50,12 @@ def test_a_pool_that_is_computed_is_said(recorded: EngineLog) -> None:
     assert any("does not give the pool" in note for note in notes)
 
 
+def test_replicas_may_hold_whole_experts(recorded: EngineLog) -> None:
+    said = with_settings(recorded, data_parallel=2, expert_parallel=True, model="Qwen/Qwen3-30B-A3B")
+    device = configured(said, ("device=rtx_pro_6000",)).config.device
+    assert (device.data_parallel, device.expert_parallel) == (2, True)
+
+
 def test_a_device_that_the_log_names_is_taken(recorded: EngineLog) -> None:
     found = configured(with_settings(recorded, device="NVIDIA GeForce RTX 4090"), ())
     assert found.config.device.name == "rtx4090"
@@ -92,11 +98,6 @@ def test_tensor_parallel_and_quantised_weights_are_configured(recorded: EngineLo
         ({"model": "org/novel-9b"}, ("device=h100",), "no preset describes the model org/novel-9b"),
         ({"model": None}, ("device=h100",), "does not say which model ran"),
         ({"unmodelled": {"pipeline_parallel_size": "2"}}, ("device=h100",), "pipeline_parallel_size = 2"),
-        (
-            {"data_parallel": 4, "model": "Qwen/Qwen3-30B-A3B"},
-            ("device=h100",),
-            "replicas of a mixture of experts",
-        ),
         ({"quantization": "bitsandbytes"}, ("device=h100",), "quantization is bitsandbytes"),
         ({}, ("device=h100,a100_80gb",), "makes a sweep"),
         ({}, ("device=h100", "cache.block_size=0"), "cache.block_size"),

@@ -14,15 +14,17 @@ from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
+from harness.cost.roofline import RooflineCost
 from harness.metrics.compute import compute_metrics
 from harness.metrics.log import RunLog
-from harness.point.cost import cost_model
+from harness.point.cost import check_cost, cost_model
 from harness.replay.arrivals import OpenLoop
+from harness.replay.features import AT, StepFeatures
 from harness.replay.replicas import Balancer
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import predict, simulate
-from traces.trace import Trace
+from traces.trace import Segment, Trace
 
 TEXTS = (
     *("measure=false", "cost=roofline", "model=llama31_8b", "device=h100", "workload.num_requests=60"),
@@ -145,7 +147,6 @@ def test_metrics_without_rows_are_those_of_the_rows() -> None:
     ("texts", "words"),
     [
         (("replay.mode=closed",), "requests wait for others"),
-        (("model=qwen3_30b_a3b",), "run in lockstep in vLLM"),
         (("replay.kv_events=true",), "is kept for one replica alone"),
     ],
 )
@@ -153,3 +154,75 @@ def test_what_replicas_do_not_model_is_refused_by_name(texts: tuple[str, ...], w
     replicated = config("device.data_parallel=2", *texts)
     with pytest.raises(ConfigError, match=words):
         resolve(replicated)
+
+
+MOE = ("model=qwen3_30b_a3b", "device.data_parallel=2", "device.expert_parallel=true")
+
+
+def moe_steps(*texts: str) -> tuple[RooflineCost, RunLog]:
+    point = config(*MOE, "workload.num_requests=30", "workload.request_rate=60", *texts)
+    cost = cost_model(deployment_of(point))
+    assert isinstance(cost, RooflineCost)
+    return cost, simulate(resolve(point), cost)
+
+
+def test_replicas_of_a_mixture_of_experts_take_their_steps_together() -> None:
+    """What begins together ends together, and nothing begins before it has."""
+    _, log = moe_steps()
+    start, took = (np.asarray(log.steps[name]) for name in ("start_s", "seconds"))
+    begins, counts = np.unique(start, return_counts=True)
+    assert (counts == 2).any()
+    for begin in begins:
+        assert len(set(took[start == begin].tolist())) == 1
+    ends = [float(begin + took[start == begin][0]) for begin in begins]
+    assert all(begin >= end - 1e-9 for begin, end in zip(begins[1:], ends[:-1], strict=True))
+
+
+def lockstep_by_hand(cost: RooflineCost, prompts: tuple[int, int]) -> float:
+    """The first step of two replicas, each with one prompt: the dearer of both, with the experts of all tokens."""
+    cost.of_group(sum(prompts))
+    seconds = []
+    for tokens in prompts:
+        features = [0.0] * len(StepFeatures._fields)
+        features[AT.tokens] = features[AT.prefill_tokens] = features[AT.prefill_kv] = tokens
+        features[AT.rows] = features[AT.prefill_rows] = features[AT.sampled_rows] = 1
+        features[AT.prefill_work] = tokens * (tokens + 1) / 2
+        seconds.append(float(cost.price(features).seconds))
+    cost.of_group(None)
+    return max(seconds)
+
+
+def test_a_step_in_lockstep_is_as_long_as_that_of_the_slowest_replica() -> None:
+    point = config(*MOE, "scheduler.max_batched_tokens=2048", "cache.prefix_caching=false")
+    workload, cost = resolve(point), cost_model(deployment_of(point))
+    assert isinstance(cost, RooflineCost)
+    rows = [
+        replace(workload.trace.requests[0], request_id=number, arrival_us=0, prompt_tokens=tokens,
+                output_tokens=2, segments=(Segment(None, tokens),))
+        for number, tokens in enumerate((1500, 40))
+    ]  # fmt: skip
+    log = simulate(workload.of_trace(Trace(workload.trace.header, tuple(rows))), cost)
+    expected = lockstep_by_hand(cost, (1500, 40))
+    assert log.requests["first_token_s"] == pytest.approx([expected, expected], rel=1e-6)
+
+
+def test_experts_on_the_devices_of_two_replicas_are_read_by_half() -> None:
+    """128 experts, all touched: each device reads its 64 of them, and holds 64 of them in memory."""
+    one, two = (
+        deployment_of(config(*MOE, f"device.data_parallel={n}", "cache.pool_blocks=null")) for n in (1, 2)
+    )
+    experts = 128 * one.shape.expert_bytes
+    alone, shared = cost_model(one), cost_model(two)
+    assert isinstance(alone, RooflineCost)
+    assert isinstance(shared, RooflineCost)
+    common = alone.reading[0]
+    assert shared.reading[-1] - common == pytest.approx((alone.reading[-1] - common) / 2, rel=1e-6)
+    assert one.pool.memory is not None
+    assert two.pool.memory is not None
+    assert one.pool.memory.weights - two.pool.memory.weights == pytest.approx(experts / 2)
+
+
+def test_lockstep_is_refused_where_the_roofline_does_not_price_it() -> None:
+    point = config(*MOE, "cost=published")
+    with pytest.raises(ConfigError, match="run in lockstep, which the roofline alone prices"):
+        check_cost(deployment_of(point))
