@@ -20,7 +20,7 @@ from harness.store.commit import Layout
 from harness.store.manifest import Manifest, derived_faults, read_manifest, without_digest
 from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
-from harness.store.survey import Health, examine, set_aside, survey
+from harness.store.survey import SURVEY, Health, examine, is_survey_damaged, set_aside, survey
 from harness.sweep.execute import execute
 from harness.sweep.plan import FIXED, SweepRequest, plan_sweep, run_request, sweep_request
 
@@ -142,6 +142,8 @@ def _say_derived(root: Path, manifest: Manifest) -> list[str]:
     if manifest.digests:
         sound = numbered(len(manifest.digests) - len(faults), "file")
         say(f"sweep.json, and {sound} of the summary and the report, are whole")
+    if is_survey_damaged(root):
+        faults[SURVEY] = "it does not match its digest"
     report.show_problems([f"damaged: {root / name}: {fault}" for name, fault in faults.items()], say)
     report.show_problems([f"not compared, as it has no digest: {one_line(name)}" for name in bare], say)
     return list(faults)
@@ -182,6 +184,7 @@ def _repair(
         if remote is not None:
             remote.set_aside(damaged)
         remove_leftovers(root)
+        (root / SURVEY).unlink(missing_ok=True)  # a cache
         if manifest is None or request is None:
             remark("without sweep.json it is not known how they were made; run the sweep again")
             return 1

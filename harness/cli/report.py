@@ -12,9 +12,9 @@ from harness.config.errors import UserError
 from harness.config.overrides import parse_override
 from harness.config.paths import NO_KERNELS, check_kernels, is_url
 from harness.config.schema import Figures, Paper, ReportConfig
-from harness.console import remark, say, shortened
+from harness.console import one_line, remark, say, shortened
 from harness.store import ForeignFileError
-from harness.store.atomic import exclusive
+from harness.store.atomic import exclusive, refuse_links
 from harness.store.commit import Layout
 from harness.store.manifest import Manifest, derived_faults, read_manifest, with_report, write_manifest
 from harness.store.reading import read_store
@@ -24,6 +24,7 @@ from harness.sweep.execute import SweepOutcome
 
 MOST_LISTED = 10  # failed or damaged points that are named one by one
 RESULTS = Path("results")
+_LONGEST_LINE = 4000  # characters of a verdict, which a manifest may hold
 MOST_UNNAMED = 5000  # points of a store without a manifest; their whole records take some 1 GB
 MOST_AT_ONCE = 2000  # points whose records are held in memory together; the page shows some of more
 
@@ -225,7 +226,7 @@ def _newest_input(out: Path, kernels: Path | None) -> int:
 
 def _say_report(path: Path, verdict: Sequence[str]) -> None:
     for line in verdict:
-        say(line)
+        say(one_line(line, _LONGEST_LINE))
     say(f"report: {path}")
 
 
@@ -263,6 +264,8 @@ def report_command(arguments: Arguments) -> int:
     options.paper = Paper(arguments.flags.paper) if arguments.flags.paper else options.paper
     options.serif |= arguments.flags.serif
     options.latex |= arguments.flags.latex
+    if target is None:
+        refuse_links(root)
     other = None if arguments.flags.against is None else opened_store(arguments.flags.against)[0]
     write_report(root, manifest, arguments.report, target, kernels, figures, options, other)
     worse = _summarise(root, other, arguments.flags.markdown)

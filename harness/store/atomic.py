@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from harness.store import BusyStoreError, write_failed
+from harness.store import BusyStoreError, StoreError, write_failed
 
 _LOCK = ".lock"
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<owner>[\w-]+)\.tmp")
@@ -172,11 +172,27 @@ def exclusive(root: Path) -> Iterator[None]:
     except OSError as error:
         raise write_failed(root, error) from error
     try:
+        refuse_links(root)
         _take(root, handle)
         yield
         os.ftruncate(handle, 0)  # it names no process any more
     finally:
         os.close(handle)
+
+
+def refuse_links(root: Path) -> None:
+    """Raise StoreError where a folder of the store is a link: one that was downloaded could lead writing anywhere."""
+    folders = [root, root / "points", root / "report"]
+    for folder in folders:
+        try:
+            with os.scandir(folder) as entries:
+                link = next((entry.path for entry in entries if entry.is_symlink()), None)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if link is not None:
+            raise StoreError(
+                f"{link} is a link, and what is written there would lie elsewhere; put a real folder there"
+            )
 
 
 def _take(root: Path, handle: int) -> None:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from harness.metrics.record import PointRecord
 from harness.store import ForeignFileError, StoreVersionError
@@ -135,7 +135,7 @@ def read_table(root: Path, fingerprint: str, name: str) -> dict[str, Any]:
     return read_columns(Layout(root).table(fingerprint, name))
 
 
-def read_columns(path: Path) -> dict[str, Any]:
+def read_columns(path: Path | BinaryIO) -> dict[str, Any]:
     """Columns of a Parquet file as NumPy arrays; raises ForeignFileError where it is absent, truncated or foreign."""
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -9,6 +9,7 @@ folder of a damaged point moves to `damaged/`, where people can look at it, and 
 """
 
 import hashlib
+import io
 import json
 import os
 import time
@@ -21,7 +22,7 @@ from harness.console import remark
 from harness.metrics.record import PointRecord
 from harness.store import ForeignFileError, StoreError, StoreVersionError, reading, write_failed
 from harness.store.atomic import write_files
-from harness.store.commit import DAMAGED, Layout, parquet_bytes
+from harness.store.commit import DAMAGED, Layout, digest_of, parquet_bytes
 from harness.workers import in_workers
 
 SURVEY = ".survey.parquet"
@@ -31,6 +32,7 @@ _MOST_WORKERS = 8
 _PART = 500  # points that a worker reads at a time
 _SETTLED_NS = 2_000_000_000  # files that are younger may change within the same tick of their clock
 _FAILURE = "failure.json"
+_DIGITS = 32  # of the digest before the table
 _COLUMNS = ("point", "files", "kind", "seconds")
 
 T = TypeVar("T")
@@ -106,17 +108,26 @@ def keep_survey(root: Path, seen: Iterable[Seen]) -> None:
     settled = [one for one in seen if one.files is not None]
     columns = {name: [getattr(one, name) for one in settled] for name in _COLUMNS}
     try:
-        write_files(root, {SURVEY: parquet_bytes(columns)})
+        data = parquet_bytes(columns)
+        write_files(root, {SURVEY: digest_of(data).encode() + data})
     except StoreError as error:
         remark(f"the survey of the store is not kept, so the next command reads all points again: {error}")
+
+
+def is_survey_damaged(root: Path) -> bool:
+    """Whether there is a survey that cannot be used; it is written anew by the next command that reads the store."""
+    return (root / SURVEY).exists() and not _kept(root)
 
 
 def _kept(root: Path) -> Kept:
     """What an earlier survey kept, by point; nothing where its file is missing, damaged or of another form."""
     try:
-        columns = reading.read_columns(root / SURVEY)
+        data = (root / SURVEY).read_bytes()
+        if digest_of(data[_DIGITS:]).encode() != data[:_DIGITS]:
+            return {}
+        columns = reading.read_columns(io.BytesIO(data[_DIGITS:]))
         rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
-    except (ForeignFileError, KeyError):
+    except (OSError, ForeignFileError, KeyError):
         return {}
     shared: dict[str, str] = {}
     return {

@@ -241,6 +241,20 @@ def test_a_kept_report_of_an_earlier_sweep_is_compared_too(cli: Cli) -> None:
     assert "earlier/1/report.html: its file report.html does not match" in out
 
 
+@pytest.mark.parametrize("name", ["damaged", "report", "points/link"])
+@pytest.mark.parametrize("words", [("doctor", "results/default", "--repair"), ("report", "results/default")])
+def test_nothing_is_written_through_a_link_of_a_store(
+    cli: Cli, tmp_path: Path, name: str, words: tuple[str, ...]
+) -> None:
+    damage()
+    (tmp_path / "elsewhere").mkdir()
+    (STORE / name).symlink_to(tmp_path / "elsewhere")
+    code, _, err = cli(*words)
+    assert code != 0
+    assert "is a link" in err
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
 @pytest.mark.nightly
 def test_every_one_of_300_bit_flips_over_a_whole_store_is_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
