@@ -6,13 +6,18 @@ paged KV cache without an error (`REFUSED_TYPES`, `REFUSED_ROPE`).
 """
 
 import json
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickletools import genops
 from typing import Any
 
 from engine.runtime.errors import ModelError
 from engine.runtime.options import Dtype
+
+_LONGEST_PICKLE = 64 << 20  # bytes of the part of a .bin that describes its tensors
+_OF_TENSORS = ("torch", "collections", "_codecs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,9 @@ def read_config(path: str) -> dict[str, Any]:
     _check_architecture(path, config)
     for weights in sorted(folder.glob("*.safetensors")):
         _check_whole(weights)
+    if not any(folder.glob("*.safetensors")):
+        for weights in sorted(folder.glob("pytorch_model*.bin")):
+            _check_pickled(weights)
     return config
 
 
@@ -205,6 +213,37 @@ def _check_architecture(path: str, config: dict[str, Any]) -> None:
         )
 
 
+def _check_pickled(weights: Path) -> None:
+    """Raise ModelError for a .bin that names anything but tensors: torch refuses it too, but when a point has begun.
+
+    A file of torch is a zip with one pickle, or, before torch 1.6, five pickles in a row. They are looked at, not run.
+    """
+    try:
+        if zipfile.is_zipfile(weights):
+            with zipfile.ZipFile(weights) as parts:
+                inside = next(name for name in parts.namelist() if name.endswith("data.pkl"))
+                with parts.open(inside) as file:
+                    named = set(_named_in(file.read(_LONGEST_PICKLE)))
+        else:
+            with weights.open("rb") as file:
+                named = {name for _ in range(5) for name in _named_in(file)}
+    except (OSError, ValueError, StopIteration, zipfile.BadZipFile) as error:
+        raise ModelError(f"{weights}: no weights of torch ({error})") from error
+    if foreign := sorted(
+        name for name in named if name.partition(" ")[0].partition(".")[0] not in _OF_TENSORS
+    ):
+        raise ModelError(f"{weights}: names {foreign[0][:80]!r}, which is no tensor; save it as safetensors")
+
+
+def _named_in(pickle: Any) -> Iterator[str]:
+    """`module name` of all that a pickle would import; of a newer protocol, which torch does not write, no module."""
+    for code, argument, _ in genops(pickle):
+        if code.name in ("GLOBAL", "INST"):
+            yield str(argument)
+        elif code.name == "STACK_GLOBAL":
+            yield "? a name that is put together"
+
+
 def _check_whole(weights: Path) -> None:
     """Raise ModelError for an incomplete safetensors file. The file is 8 bytes of header length, JSON, data."""
     size = weights.stat().st_size
@@ -213,7 +252,7 @@ def _check_whole(weights: Path) -> None:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if 0 < length <= size - 8 else None
         ends = [entry["data_offsets"][1] for name, entry in (header or {}).items() if name != "__metadata__"]
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise ModelError(f"{weights}: not a safetensors file ({error})") from error
     if not ends or size < 8 + length + max(ends):
         expected = f"{8 + length + max(ends):,}" if ends else "a header and data"

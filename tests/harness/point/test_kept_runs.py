@@ -1,18 +1,23 @@
 """A measured run is kept as it ends, whole, and a later start goes on behind it."""
 
 import dataclasses
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from point_cases import small_config
+from rich.console import Console
 
 from harness.config.schema import CostKind, RunConfig
 from harness.measure import engine
 from harness.metrics.log import RunLog
 from harness.point import PointResult, PointSession
 from harness.point.kept_runs import read_runs
+from harness.store.commit import Layout
+from harness.sweep.execute import execute
+from harness.sweep.plan import plan_sweep, sweep_request
 
 REPEATS = 3
 
@@ -103,3 +108,38 @@ def test_a_damaged_run_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / "1.run").write_bytes(data)
     assert len(read_runs(tmp_path)) == 1
     assert finished(config, tmp_path).record.environment["runs_of_earlier_starts"] == 1
+
+
+def test_a_sweep_that_is_ended_behind_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two points that are open together, of three runs each: every start that lets one run end gains that run."""
+    words = [
+        "cost=roofline",
+        "replay.repeats=3",
+        "workload.seed=1,2",
+        "workload.num_requests=8",
+        "model.layers=1",
+    ]
+    words += [
+        "workload.length_scale=0.05",
+        "workload.oversize=drop",
+        f"out={tmp_path}/s",
+        "cost.bounds=false",
+    ]
+    sweep = plan_sweep(sweep_request(words), PointSession())
+    measure, left = engine.measure, [0]
+
+    def ended_behind_one(point: Any, **options: Any) -> Any:
+        if len(point.trace.requests) == 8:  # no warm-up
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+        return measure(point, **options)
+
+    monkeypatch.setattr(engine, "measure", ended_behind_one)
+    starts = 0
+    while todo := [one for one in sweep.points if not Layout(sweep.out).record(one.fingerprint).exists()]:
+        starts, left[0] = starts + 1, 1
+        execute(sweep, todo, stages=PointSession().point_stages, console=Console(file=io.StringIO()))
+        assert starts <= 6
+    assert starts == 6
+    assert not [*sweep.out.glob(".open/*/*")]

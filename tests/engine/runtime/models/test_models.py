@@ -1,6 +1,7 @@
 """Which models run on paged KV, what is known of them beforehand, and which are refused by name."""
 
 import json
+import pickle
 import subprocess
 import sys
 
@@ -154,6 +155,32 @@ def test_a_broken_config_is_no_checkpoint(tmp_path):
 def test_a_config_without_weights_is_no_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(ModelError, match="it has no weights"):
+        check_model(ModelSpec(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_names_more_than_tensors_is_refused_before_anything_runs(tmp_path, protocol):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(subprocess.run, protocol) * 5)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: names .*, which is no tensor"):
+        check_model(ModelSpec(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_pickled_weights_of_torch_are_taken(tmp_path, is_zip):
+    import torch
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    weights = {"a": torch.zeros(2), "b": torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))}
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=is_zip)
+    check_model(ModelSpec(path=str(tmp_path)))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02", b"not weights"])
+def test_a_bin_that_holds_no_weights_is_named(tmp_path, content):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(ModelError, match=r"pytorch_model.bin: no weights of torch"):
         check_model(ModelSpec(path=str(tmp_path)))
 
 
