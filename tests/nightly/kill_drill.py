@@ -270,7 +270,9 @@ def main() -> int:
     if flags.place == "ray":
         from ray.cluster_utils import Cluster
 
-        os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        )
         drill.cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
         )
