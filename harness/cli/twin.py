@@ -77,6 +77,7 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...]) ->
     from harness.twin.configured import configured
     from harness.twin.fit import fit_schedule, fitted_device
     from harness.twin.prediction import predictor
+    from harness.twin.trust import bands_of_log
     from harness.twin.twin import Twin
     from harness.twin.what_ifs import what_ifs
 
@@ -91,7 +92,8 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...]) ->
     changes = (
         [] if flags.no_what_ifs else what_ifs(log, config, prediction, lambda one: remark(f"what if {one}"))
     )
-    return Twin(log, found, config, prediction, fit, changes, command_of("twin", arguments))
+    command = command_of("twin", arguments)
+    return Twin(log, found, config, prediction, fit, changes, command, bands_of_log(log, config, prediction))
 
 
 def command_of(name: str, arguments: Arguments) -> str:

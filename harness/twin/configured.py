@@ -13,6 +13,7 @@ from harness.config.errors import UserError
 from harness.config.groups import groups
 from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
+from harness.cost.roofline import FRONT_END
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
 from harness.twin.inferred import INFERRED
@@ -128,6 +129,10 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     own = [*of_a_file([*device, *model, *own], f"the log of {log.name}")]
     words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
     config = normalise(_composed(words))
+    front_end = _front_end(log, config, chosen)
+    if front_end:
+        words += front_end
+        config = normalise(_composed(words))
     errors = check_config(config)
     if errors:
         raise UserError("\n".join(map(str, errors)))
@@ -143,6 +148,20 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     inferred = _inferred(settings, replaced)
     warnings = (_other_client(log, config), log.lost, inferred, _assumed(settings, chosen, config))
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
+
+
+# Microseconds: what logs of vLLM and SGLang behind HTTP have before the first step (3 to 8 ms), and between requests
+# that are sent at once.
+_FRONT_END = {"device.frontend_request_us": 5000.0, "device.frontend_turn_us": 300.0}
+
+
+def _front_end(log: EngineLog, config: RunConfig, chosen: set[str]) -> tuple[str, ...]:
+    """The server's front end that is assumed for a client's log, as overrides; none where something is known of it."""
+    device = config.device
+    known = any(getattr(device, key) for key in FRONT_END) or any(key in chosen for key in _FRONT_END)
+    if log.requests.queued_s is not None or device.fitted_from is not None or known:
+        return ()
+    return tuple(f"{key}={value:g}" for key, value in _FRONT_END.items())
 
 
 def _other_client(log: EngineLog, config: RunConfig) -> str:
@@ -310,6 +329,11 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
         found.append(
             f"{_UNSAID}; {how} is simulated. vLLM does since 0.19 unless it is told otherwise, and SGLang by default. "
             "The choice moves the time to first token: set scheduler.async_scheduling=true or false."
+        )
+    if config.device.frontend_request_us == _FRONT_END["device.frontend_request_us"]:
+        found.append(
+            "What the server does before the scheduler's queue is assumed, as its client's log begins before it: "
+            f"{', '.join(f'{key}={value:g}' for key, value in _FRONT_END.items())}. A fit begins there."
         )
     if not settings.knows_pool and not chosen & _POOL:
         found.append(

@@ -7,7 +7,9 @@ The constants, their bounds and priors are in `residuals`, and how far the log a
 import json
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,8 @@ from harness.twin.residuals import (
     Progress,
     Residuals,
 )
+from harness.twin.trust import band_lines, bands_of_log, errors_by_part
+from harness.twin.what_ifs import figures_of
 from harness.workload.deployment import settings_text
 from traces.formats.pagetwin import write_jsonl
 from traces.trace import Trace
@@ -70,6 +74,7 @@ class Fit:
     simulations: int
     cpu_s: float
     prediction: PredictedRun
+    kept: bool = True  # False: the description predicts the held-out part better, so that `device` is the described one
     cost: float = 0.0  # half the sum of squared residuals, priors included
 
 
@@ -129,6 +134,10 @@ def fit_device(
     )
     before, after = whole(problem.device(zero)), whole(device)
     rest = slice(first, None)
+    held_out = errors_of(after, log, rest)
+    kept = not held_out.worst > max(1.0, errors_of(before, log, rest).worst)
+    if not kept:
+        device, after = config.device, whole(config.device)
     return Fit(
         device,
         _described(problem, place),
@@ -140,6 +149,7 @@ def fit_device(
         problem.simulations + 2,
         time.process_time() - began,
         after,
+        kept,
         float(found.cost),
     )
 
@@ -158,6 +168,11 @@ def doubts(fit: Fit) -> list[str]:
         if any(abs(one.value / end - 1) < _AT_BOUND for end in limits[one.key])
     ]
     found = []
+    if not fit.kept:
+        found.append(
+            "the constants of the fit predict the requests that it has not seen worse than the description does, so "
+            "that the description is kept: the first requests are not like the others, or the run had other settings."
+        )
     if ends:
         found.append(
             f"{', '.join(ends)} lies at the end of what a GPU can do: the log asks for more. Are model, device, number "
@@ -242,12 +257,23 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
     Raises:
         StoreError: a file cannot be written.
     """
-    text = _device_text(fit, log, found, command)
-    head = "".join(f"{line}\n" for line in text.splitlines()[1:] if line.startswith("# "))
     config = replace(found.config, device=fitted_device(fit, log))
+    text = _device_text(fit, log, found, command, _trust(fit, log, config))
+    head = "".join(f"{line}\n" for line in text.splitlines()[1:] if line.startswith("# "))
     whole = f"# The deployment of a log: start from it with deployment=FILE.\n{head}{settings_text(config)}"
     files = {path.name: text.encode(), deployment_file(path).name: whole.encode()}
     write_files(path.parent, {**files, workload_file(path).name: trace_bytes(log.workload)})
+
+
+def _trust(fit: Fit, log: EngineLog, config: RunConfig) -> list[str]:
+    """How far to trust the deployment, a line each: errors by load and lengths, and the bands of its figures."""
+    parts = errors_by_part(fit.prediction, log, fit.fitted_on)
+    found = bands_of_log(log, config, fit.prediction)
+    return [
+        *parts,
+        "Nine of ten measured values should lie",
+        *band_lines(found, figures_of(log, fit.prediction)),
+    ]
 
 
 def deployment_file(device: Path) -> Path:
@@ -270,13 +296,18 @@ def trace_bytes(trace: Trace) -> bytes:
 
 def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
     """The device of a fit, with the name of the log that it was fitted to."""
+    if not fit.kept:
+        return fit.device
     ran = f" of {log.settings.model}" if log.settings.model else ""
-    return replace(
-        fit.device, fitted_from=f"{log.name}, first {fit.fitted_on} of {fit.requests} requests{ran}"
+    errors = {"TPOT": fit.held_out.tpot_mean, "TTFT": fit.held_out.ttft_mean}
+    missed = ", ".join(
+        f"mean {name} {100 * error:+.1f} %" for name, error in errors.items() if isfinite(error)
     )
+    learned = f"{log.name}, first {fit.fitted_on} of {fit.requests} requests{ran}"
+    return replace(fit.device, fitted_from=f"{learned} (error on the others: {missed})")
 
 
-def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> str:
+def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str, trust: Sequence[str]) -> str:
     """The file's text: comments that say where it comes from, then one key and value a line."""
     settings = found.settings
     engine = " ".join(filter(None, (settings.engine, settings.version)))
@@ -288,12 +319,13 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str) -> s
         f"# Digest of its requests: {log.workload.digest[:16]}",
         f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
         f"#   {fit.held_out}",
+        *(f"#   {line}" for line in trust),
         f"#   with the constants of the description, before the fit: {fit.before}",
         *(f"# {warning}" for warning in found.warnings),
         *(f"# Warning: {doubt}" for doubt in doubts(fit)),
         "# Constants: value before the fit, and whether the log taught it (to half of the prior's spread or less).",
     ]
-    learned = {constant.key: constant for constant in fit.constants}
+    learned = {constant.key: constant for constant in fit.constants} if fit.kept else {}
     device = fitted_device(fit, log)
     for one in fields(DeviceConfig):
         value = getattr(device, one.name)

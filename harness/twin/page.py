@@ -8,7 +8,7 @@ from harness.store.atomic import write_files
 from harness.twin.figures import changes, latency, state
 from harness.twin.fit import doubts, trace_bytes
 from harness.twin.twin import Twin, change_of, constants_of, grade, trust, verdict
-from harness.twin.what_ifs import WhatIf
+from harness.twin.what_ifs import FIGURES, WhatIf
 from harness.workload.deployment import deployment_of
 from harness.workload.trace import traffic_of
 
@@ -21,6 +21,7 @@ _LABELS = {
     "tpot_p99": "TPOT p99",
     "output_throughput": "output tokens/s",
 }
+_ALL = {"ttft_mean": "TTFT mean", "tpot_mean": "TPOT mean"}  # beside them, of the deployment as it is
 
 
 def write_twin(twin: Twin, folder: Path) -> Path:
@@ -118,18 +119,27 @@ def _shown(name: str, value: float | None) -> str:
     return seconds(value) if name.startswith(("ttft", "tpot")) else digits(value)
 
 
-def _figures(twin: Twin) -> list[tuple[str, str, str]]:
-    """Name, measured and predicted of each figure; the last is the share of hits."""
+def _figures(twin: Twin) -> list[tuple[str, str, str, str]]:
+    """Name, measured, predicted and band of each figure; the last is the share of hits."""
     measured, predicted = twin.hits
     found = "–" if measured is None else f"{100 * measured:.1f} %"
-    ours = twin.base.figures or {}
+    ours, labels = twin.base.figures or {}, _LABELS | _ALL
     return [
         *(
-            (label, _shown(name, twin.measured[name]), _shown(name, ours.get(name)))
-            for name, label in _LABELS.items()
+            (labels[name], _shown(name, twin.measured[name]), _shown(name, ours.get(name)), _band(twin, name))
+            for name in FIGURES
         ),
-        ("prompt tokens found in the prefix cache", found, f"{100 * predicted:.1f} %"),
+        ("prompt tokens found in the prefix cache", found, f"{100 * predicted:.1f} %", "–"),
     ]
+
+
+def _band(twin: Twin, name: str) -> str:
+    """The band of a figure, and whether the measured value lies outside of it."""
+    band = twin.bands.get(name)
+    if band is None:
+        return "not known"
+    outside = "" if band.holds(twin.measured[name]) else "; the measured value lies outside"
+    return f"{_shown(name, band.low)} to {_shown(name, band.high)}{outside}"
 
 
 def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
@@ -158,7 +168,7 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
             (one, _cells(twin, one), trust(twin, one), f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
             for one in twin.changes
         ],
-        base_cells=[ours for _, _, ours in figures[:-1]],
+        base_cells=[_shown(name, (twin.base.figures or {}).get(name)) for name in _LABELS],
         base=twin.base,
         notes=notes(twin),
         command=twin.command,

@@ -1,11 +1,12 @@
 """A twin: a deployment beside its simulation, with the errors that were found and the what-ifs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from harness.config.schema import RunConfig
+from harness.point.bands import Band
 from harness.twin.configured import Configured
 from harness.twin.fit import Fit
 from harness.twin.log import EngineLog, FloatArray, Timeseries
@@ -27,6 +28,7 @@ class Twin:
     fit: Fit | None
     changes: Sequence[WhatIf]
     command: str
+    bands: Mapping[str, Band] = field(default_factory=dict)  # of figures of `base`; empty: none is known
 
     @property
     def errors(self) -> Errors:
@@ -89,6 +91,8 @@ def verdict(twin: Twin) -> str:
     which = "requests that the fit had not seen"
     if twin.fit is None:
         which = f"requests, with {constants_of(twin)}"
+    elif not twin.fit.kept:
+        which += ", with the description's constants (the fit predicts them worse, so it is not used)"
     known = {"TPOT": errors.tpot_p50, "TTFT": errors.ttft_p50}
     missing = [name for name, error in known.items() if not np.isfinite(error)]
     said = [
@@ -102,7 +106,25 @@ def verdict(twin: Twin) -> str:
     ]
     few = " So few requests prove little." if errors.requests < FEWEST else ""
     answer = f"On {errors.requests:,} {which}: {'; '.join(parts)}.{few}"
-    return " ".join([twin.log.client, *twin.configured.warnings, answer])
+    return " ".join(filter(None, [twin.log.client, *twin.configured.warnings, answer, band_words(twin)]))
+
+
+def band_words(twin: Twin) -> str:
+    """How far the prediction may be off, and how many figures measured here lie in their bands; empty without one."""
+    ours = twin.base.figures or {}
+    shown = []
+    for name, label in (("tpot_p50", "TPOT"), ("ttft_p50", "TTFT")):
+        if name in twin.bands:
+            low, high = twin.bands[name].shares(ours[name])
+            shown.append(f"from {100 * low:.0f} to {100 * high:+.0f} % of the predicted median {label}")
+    if not shown:
+        return ""
+    known = {name: twin.measured[name] for name in twin.bands if np.isfinite(twin.measured[name])}
+    inside = sum(twin.bands[name].holds(value) for name, value in known.items())
+    return (
+        f"Nine of ten measured values should lie within the band of a prediction, here {' and '.join(shown)}: "
+        f"{inside} of the {len(known)} figures measured do."
+    )
 
 
 # Fewer requests than this give no median to rely on.
@@ -113,7 +135,9 @@ def constants_of(twin: Twin) -> str:
     """Where the device's constants come from, in words."""
     fitted_from = twin.config.device.fitted_from
     if twin.fit is not None:
-        return "constants fitted to this log"
+        return (
+            "constants fitted to this log" if twin.fit.kept else "the constants of the device's description"
+        )
     if fitted_from is None:
         return "the constants of the device's description"
     same = fitted_from.startswith(f"{twin.log.name}, ")

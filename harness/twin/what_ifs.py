@@ -16,10 +16,10 @@ from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.metrics.compute import compute_metrics
 from harness.twin.log import EngineLog, FloatArray
-from harness.twin.prediction import PredictedRun, predictor
+from harness.twin.prediction import PredictedRun, figures_of_times, predictor
 from harness.workload.deployment import deployment_of
 
-FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "output_throughput")
+FIGURES = (*("ttft_p50", "ttft_mean", "ttft_p99", "tpot_p50", "tpot_mean", "tpot_p99", "output_throughput"),)
 _BLOCKS = (8, 16, 32, 64, 128)
 _TIGHT = 0.5  # share of the KV that the base uses at most: a pool in which requests are preempted
 _NO_SWAP = "vLLM's V1 scheduler does not swap; the price of a swap is the datasheet's link, which no log was fitted to"
@@ -144,13 +144,8 @@ def measured_figures(log: EngineLog) -> dict[str, float]:
 
 
 def _figures(ttft_s: FloatArray, tpot_s: FloatArray, rate: float) -> dict[str, float]:
-    several = tpot_s[~np.isnan(tpot_s)]
-    quantiles = [
-        float(np.quantile(values, share)) if len(values) else float("nan")
-        for values in (ttft_s, several)
-        for share in (0.5, 0.99)
-    ]
-    return dict(zip(FIGURES, (*quantiles, rate), strict=True))
+    found = figures_of_times(ttft_s, tpot_s) | {"output_throughput": rate}
+    return {name: found[name] for name in FIGURES}
 
 
 def outside_of(found: PredictedRun, base: PredictedRun) -> float:

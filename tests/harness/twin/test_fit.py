@@ -12,6 +12,8 @@ from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
+from harness.twin.trust import bands_of_log, errors_by_part
+from harness.twin.what_ifs import measured_figures
 from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest, revised
 
 GPU = DeviceConfig(
@@ -83,6 +85,34 @@ def test_a_fit_predicts_the_requests_of_a_planted_device_that_it_has_not_seen(fi
     assert fit.held_out.requests == 60
     assert abs(fit.held_out.tpot_p50) < 0.01
     assert abs(fit.held_out.ttft_p50) < 0.04
+
+
+def test_a_fit_that_predicts_what_it_has_not_seen_worse_than_the_description_is_not_the_result() -> None:
+    slow, usual = planted(TRUE).requests, planted(GPU).requests
+    early = np.arange(len(usual)) < 40
+    times = {
+        name: np.where(early, getattr(slow, name), getattr(usual, name))
+        for name in ("first_token_s", "last_token_s")
+    }
+    log = planted(GPU)
+    found = fit_device(replace(log, requests=replace(usual, **times)), config(), first=40)
+    assert not found.kept
+    assert found.device == GPU
+    assert "description is kept" in doubts(found)[0]
+
+
+def test_the_bands_of_a_fit_hold_what_was_measured_and_are_narrow(fit: Fit) -> None:
+    log = planted(TRUE)
+    found = bands_of_log(log, replace(config(), device=fit.device), fit.prediction)
+    measured = measured_figures(log)
+    assert sum(band.holds(measured[name]) for name, band in found.items()) >= 6
+    assert all(found[name].high < 1.2 * found[name].low for name in ("tpot_p50", "tpot_mean"))
+
+
+def test_the_errors_of_a_trusted_deployment_are_said_by_load_and_by_length(fit: Fit) -> None:
+    said = errors_by_part(fit.prediction, planted(TRUE), fit.fitted_on)
+    assert ["in flight" in line for line in said] == [True, True, False, False]
+    assert said[2].startswith("30 requests with at most")
 
 
 def test_a_log_that_the_device_s_description_explains_moves_no_constant() -> None:

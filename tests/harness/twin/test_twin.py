@@ -65,6 +65,13 @@ def test_the_page_has_every_section(report: Path) -> None:
     assert re.findall(r'<section id="(\w+)"', page) == ["verdict", "state", "latency", "what_ifs", "settings"]
 
 
+def test_the_page_has_the_band_of_each_figure_and_how_many_hold(report: Path) -> None:
+    page = (report / "index.html").read_text()
+    assert "nine of ten measured values should lie in it" in page
+    assert "of the 7 figures measured do" in page
+    assert "TPOT mean" in page
+
+
 def test_the_page_says_that_nothing_was_fitted(report: Path) -> None:
     assert "Not fitted here: the constants of the device" in (report / "index.html").read_text()
 

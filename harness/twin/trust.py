@@ -1,0 +1,52 @@
+"""How far a twin can be trusted: the bands of its figures, and its errors by load and by length of prompts."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from harness.config.schema import RunConfig
+from harness.point.bands import Band, bands
+from harness.twin.log import EngineLog
+from harness.twin.prediction import PredictedRun, errors_of, others
+from harness.twin.what_ifs import figures_of
+
+_FEWEST = 10  # requests of a part whose errors are said
+
+
+def bands_of_log(log: EngineLog, config: RunConfig, prediction: PredictedRun) -> dict[str, Band]:
+    """The band of each figure of a log's prediction (`what_ifs.FIGURES`); empty where none is known.
+
+    Raises:
+        ConfigError: a request of the log can never be served with these settings, or `device.fits` cannot be read.
+    """
+    drawn = [figures_of(log, other) for other in others(config, log.workload)]
+    return bands(figures_of(log, prediction), drawn, config.device)
+
+
+def errors_by_part(prediction: PredictedRun, log: EngineLog, first: int) -> list[str]:
+    """The errors of the requests from `first` on, in sentences by their load and by the lengths of their prompts."""
+    requests = log.requests.take(slice(first, None))
+    running, waiting = log.requests.under_way(requests.entered_s)
+    found = []
+    for name, values in (
+        ("in flight when they came", running + waiting),
+        ("prompt tokens", requests.prompt_tokens),
+    ):
+        middle = float(np.median(values))
+        for words, chosen in (
+            (f"at most {middle:,.0f} {name}", values <= middle),
+            (f"more than {middle:,.0f} {name}", values > middle),
+        ):
+            if chosen.sum() >= _FEWEST:
+                errors = errors_of(prediction, log, first + np.flatnonzero(chosen))
+                found.append(f"{errors.requests:,} requests with {words}: {errors}")
+    return found
+
+
+def band_lines(found: Mapping[str, Band], values: Mapping[str, float]) -> list[str]:
+    """The bands in sentences, as shares of the predicted values."""
+    return [
+        f"{name}: from {100 * low:+.1f} to {100 * high:+.1f} % of what is predicted for this load"
+        for name, band in found.items()
+        for low, high in [band.shares(values[name])]
+    ]
