@@ -137,8 +137,10 @@ class Result:
         apart = (
             [f"{inside} of them inside a printed range, which is no agreement to a number"] if inside else []
         )
-        fitted = len(self.bars) - len(judged)
-        apart += [f"{fitted} more were fitted to the paper and prove nothing"] if fitted else []
+        fitted = [one for one in self.bars if one.bar.fitted]
+        missed = sum(abs(one.error) > found.within for one in fitted)
+        beside = f", though {missed} of them are off by more" if missed else ""
+        apart += [f"{len(fitted)} more were fitted to the paper and prove nothing{beside}"] if fitted else []
         more = f" ({'; '.join(apart)})" if apart else ""
         if good == len(judged):
             return f"reproduced: all {good} values within {100 * found.within:g} %{more}"

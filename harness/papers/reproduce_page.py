@@ -148,7 +148,7 @@ class Kept:
 
 def _error(one: JudgedBar) -> str:
     if one.bar.fitted:
-        return "fitted"
+        return f"fitted, {100 * one.error:+.1f} %"
     return "in the range" if one.inside else f"{100 * one.error:+.1f} %"
 
 
