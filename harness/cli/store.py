@@ -63,7 +63,11 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
         help="also every panel in a file of its own, 3.33 or 7.0 inches wide (figures/paper)",
     )
     add("--serif", action="store_true", help="figures with serif letters")
-    add("--latex", action="store_true", help="each table also in LaTeX (booktabs)")
+    add(
+        "--latex",
+        action="store_true",
+        help="two tables for a paper in LaTeX: the points and the errors (booktabs)",
+    )
     add("--markdown", metavar="FILE", help="append the answers to FILE as Markdown, e.g. for a pull request")
     figure = parser.add_argument_group("one figure of your own choice, instead of the report")
     figure.add_argument("--x", metavar="KEY", help="swept setting along x; writes this figure alone")

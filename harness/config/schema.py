@@ -467,7 +467,7 @@ class ReportConfig:
     figures: Figures = Figures.all
     paper: Paper = Paper.none
     serif: bool = False  # letters with serifs in all figures (STIX, which goes with Times)
-    latex: bool = False  # each table of figures also in LaTeX (booktabs), beside its CSV
+    latex: bool = False  # the points and the errors as tables in LaTeX (booktabs)
     kernels: str | None = None  # folder or table of `bench kernels`; null: beside the results; none: omit
 
 

@@ -231,7 +231,6 @@ def page_css() -> str:
 WIDTHS_IN = {Paper.column: 3.33, Paper.page: 7.0}
 
 _LEAST_HEIGHT_IN, _LEGEND_IN = 2.2, 0.5
-_LONG = 40  # rows; a longer table may break over pages
 _SIGNS = {
     "≤": r"$\le$",
     "≥": r"$\ge$",
@@ -240,6 +239,8 @@ _SIGNS = {
     "µ": r"\textmu{}",
     "±": r"$\pm$",
     "…": r"\dots{}",
+    "–": "--",
+    "→": r"$\to$",
 }
 
 
@@ -319,18 +320,23 @@ def _fit_legends(figure: "Figure") -> None:
             fitted.remove()
 
 
-def latex_table(table: "pd.DataFrame") -> bytes:
-    """The table in LaTeX with the rules of booktabs; more than 40 rows as a longtable, which may break over pages."""
-    long = len(table) > _LONG
-    text = table.to_latex(index=False, escape=True, na_rep="--", float_format="%.6g", longtable=long)
-    for sign, command in _SIGNS.items():
-        text = text.replace(sign, command)
-    packages = "booktabs, longtable" if long else "booktabs"
-    return f"% \\usepackage{{{packages}}}\n{text}".encode()
+def latex_table(head: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]], words: int) -> bytes:
+    """A table in LaTeX with the rules of booktabs, ready to be pasted.
 
-
-def latex_of_csv(data: bytes) -> bytes:
-    """The same of a table that is written as CSV."""
+    `head` has for each column the title of its group (may be empty) and its own; groups span columns. The first `words`
+    columns are words, on the left.
+    """
     import pandas as pd
 
-    return latex_table(pd.read_csv(io.BytesIO(data)))
+    grouped = any(group for group, _ in head)
+    columns = pd.MultiIndex.from_tuples(head) if grouped else [name for _, name in head]
+    table = pd.DataFrame(list(rows), columns=columns)
+    text = table.to_latex(
+        index=False,
+        escape=True,
+        multicolumn_format="c",
+        column_format="l" * words + "r" * (len(head) - words),
+    )
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    return f"% \\usepackage{{booktabs}}\n{text}".encode()

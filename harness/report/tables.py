@@ -11,6 +11,7 @@ from harness.report import numbers
 from harness.report.axes import POLICY, Axes, plain_words, short_label
 from harness.report.figures.series import axis_scale
 from harness.report.study import MOST_POINTS, Study, spread
+from harness.report.style import latex_table
 
 _FOLD = 40
 _POINT_METRICS = ("output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving")
@@ -105,6 +106,9 @@ def _sized_by(pool: Mapping[str, Any]) -> str:
     return f"{words}; {pool['note']}" if pool.get("note") else words
 
 
+_MOST_PRINTED = 12  # rows of a table in a paper
+
+
 def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
     """Every point, ordered by its settings: prediction, measurement and error of a few metrics."""
     measured = any(record.measured for record in records)
@@ -133,6 +137,26 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
         rows = spread(rows, MOST_POINTS)
         title = f"{MOST_POINTS:,} of {len(ordered):,} points, spread evenly; figures/points.csv has all"
     return Table(head, rows, 1 + len(axes.values), title, len(rows) > _FOLD, groups, sortable=True)
+
+
+def latex_files(records: Sequence[PointRecord], axes: Axes, verdict: Verdict) -> dict[str, bytes]:
+    """The tables of a paper by file name: the points (at most 12, spread evenly), and the errors by class."""
+    points = points_table(records, axes)
+    titles = [title for title, span in points.groups for _ in range(span)]
+    both = list(zip(titles, points.head, strict=True))
+    printed = [
+        place for place, (_, side) in enumerate(both) if side != _SHORT["error"]
+    ]  # errors.tex has them
+    rows = [[row[place] for place in printed] for row in spread(points.rows, _MOST_PRINTED)]
+    files = {"points.tex": latex_table([both[place] for place in printed], rows, points.words)}
+    judged = verdict_table(verdict)
+    if judged.rows:
+        kept = [
+            judged.head.index(name) for name in ("metric", "verdict", "typical error", "noise floor", "worst")
+        ]
+        cells = [[row[place] for place in kept] for row in judged.rows]
+        files["errors.tex"] = latex_table([("", judged.head[place]) for place in kept], cells, 2)
+    return files
 
 
 def _steps_as(record: PointRecord, oracle: str) -> str:

@@ -21,7 +21,8 @@ from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, f
 from harness.report.figures import curves, errors, memory, speed
 from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
-from harness.report.verdict_text import console_lines
+from harness.report.tables import latex_files
+from harness.report.verdict_text import console_lines, judged
 from harness.store import StoreError
 from harness.store.atomic import growing, write_files
 from harness.store.summary import SummaryRows
@@ -100,11 +101,11 @@ def _write(
     """Write all files; returns the study with what was found in points that are not shown."""
     axes = find_axes(study.records)
     pictures, added, files, panels = _drawn(study, axes, additions, options)
+    if options.latex:
+        files |= latex_files(study.records, axes, judged(study))
     streamed = study.is_thinned or rows is not None
     if not streamed:
         files[LONG] = _points_csv(study.records, axes)
-        if options.latex:
-            files["points.tex"] = style.latex_of_csv(files[LONG])
     svgs = {
         name: files[f"{name}.svg"] for name, picture in pictures.items() if isinstance(picture, style.Drawing)
     }
@@ -141,7 +142,7 @@ def _drawn(
         files = {
             name: data
             for picture in pictures.values()
-            for name, data in _figure_files(picture, pdf=pdf, latex=options.latex).items()
+            for name, data in _figure_files(picture, pdf=pdf).items()
         }
         for picture in pictures.values():
             if isinstance(picture, style.Drawing):
@@ -229,11 +230,8 @@ def _plain_column(column: str) -> str:
     return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
-def _figure_files(picture: style.Picture, *, pdf: bool = True, latex: bool = False) -> dict[str, bytes]:
-    if not isinstance(picture, style.Drawing):
-        return {}
-    files = style.drawing_files(picture, pdf=pdf)
-    return files | ({f"{picture.name}.tex": style.latex_table(picture.data)} if latex else {})
+def _figure_files(picture: style.Picture, *, pdf: bool = True) -> dict[str, bytes]:
+    return style.drawing_files(picture, pdf=pdf) if isinstance(picture, style.Drawing) else {}
 
 
 def write_figure_files(folder: Path, drawing: style.Drawing) -> list[Path]:
@@ -261,7 +259,7 @@ def _remove_old_figures(folder: Path, names: Container[str], files: Container[st
     (folder / (WIDE if LONG in files else LONG)).unlink(missing_ok=True)
     for path in folder.iterdir():
         ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
-        if (ours or path.name == "points.tex") and path.suffix in _SUFFIXES and path.name not in files:
+        if (ours or path.suffix == ".tex") and path.suffix in _SUFFIXES and path.name not in files:
             path.unlink()
 
 

@@ -194,4 +194,6 @@ def test_the_kept_results_are_of_the_figures_as_they_are() -> None:
             for bar in found.bars
         ]
         assert [bar["printed"] for bar in row["bars"]] == printed
-        assert [bar["error"].startswith("fitted") for bar in row["bars"]] == [bar.fitted for bar in found.bars]
+        assert [bar["error"].startswith("fitted") for bar in row["bars"]] == [
+            bar.fitted for bar in found.bars
+        ]

@@ -1,6 +1,8 @@
 """Figures and tables for papers: a panel a file, widths, letters, and LaTeX that holds what the CSV holds."""
 
 import re
+import shutil
+import subprocess
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,13 +10,18 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from synthetic_store import grid, write_store
 
 from harness import point
 from harness.cli.main import main
 from harness.cli.report import options_of
 from harness.config.schema import Paper, ReportConfig
+from harness.metrics.verdict import judge
 from harness.report import write, write_report
+from harness.report.axes import find_axes
+from harness.report.study import read_study
 from harness.report.style import Drawing, latex_table, panel_files, panels, style, svg_bytes
+from harness.report.tables import latex_files
 from harness.sweep.plan import plan_sweep, run_request
 
 TABLE = pd.DataFrame({"a_b": [1.0, None], "50 %": ["x & y", "#1 ~ {≤} \\"]})
@@ -123,26 +130,52 @@ def test_a_legend_is_as_narrow_as_the_column() -> None:
 
 
 def test_latex_escapes_what_latex_takes_for_commands() -> None:
-    text = latex_table(TABLE).decode()
+    text = latex_table([("", "a_b"), ("", "50 %")], [["x & y", "#1 ~"], ["{≤} \\", "–"]], 1).decode()
     assert "a\\_b & 50 \\% \\\\" in text
     assert "x \\& y" in text
     assert "\\#1 \\textasciitilde" in text
     assert "\\{$\\le$\\} \\textbackslash" in text
-    assert re.search(r"^-- & ", text, flags=re.MULTILINE)
+    assert "& --" in text
 
 
-def test_latex_has_the_rules_of_booktabs_and_a_cell_for_each_column() -> None:
-    text = latex_table(TABLE).decode()
-    body = text.partition("\\toprule\n")[2].partition("\\bottomrule")[0].splitlines()
-    rows = [line for line in body if line != "\\midrule"]
-    assert len(rows) == 3
-    assert all(len(re.findall(r"(?<!\\)&", row)) == 1 and row.endswith("\\\\") for row in rows)
-    assert text.startswith("% \\usepackage{booktabs}\n\\begin{tabular}{rl}")
+def test_latex_has_the_rules_of_booktabs_groups_over_their_columns_and_a_cell_for_each() -> None:
+    head = [("", "block"), ("throughput (1/s)", "predicted"), ("throughput (1/s)", "measured")]
+    text = latex_table(head, [["8", "1.2", "1.3"], ["16", "1.4", "1.5"]], 1).decode()
+    assert text.startswith("% \\usepackage{booktabs}\n\\begin{tabular}{lrr}")
+    assert "\\multicolumn{2}{c}{throughput (1/s)}" in text
+    body = text.partition("\\midrule\n")[2].partition("\\bottomrule")[0].splitlines()
+    assert [row.count("&") for row in body] == [2, 2]
 
 
-def test_a_long_table_may_break_over_pages() -> None:
-    text = latex_table(pd.DataFrame({"x": range(41)})).decode()
-    assert text.startswith("% \\usepackage{booktabs, longtable}\n\\begin{longtable}")
+def test_the_table_of_a_paper_has_units_few_digits_and_twelve_rows(tmp_path: Path) -> None:
+    axes = {
+        "cache.block_size": (8, 16, 32),
+        "workload.prefix_share": (0.0, 0.5, 0.9),
+        "decoding.beam_width": (1, 2),
+    }
+    records = read_study(write_store(tmp_path, grid(axes))).records
+    text = latex_files(records, find_axes(records), judge(records))["points.tex"].decode()
+    rows = text.partition("\\midrule\n")[2].partition("\\bottomrule")[0].splitlines()
+    assert len(rows) == 12
+    assert "(tokens/s)" in text
+    assert not re.search(r"\d\.\d{4}", text)
+
+
+@pytest.mark.nightly
+def test_latex_compiles_the_tables(tmp_path: Path) -> None:
+    if not shutil.which("pdflatex"):
+        pytest.skip("pdflatex is not installed (Debian: texlive-latex-base)")
+    records = read_study(write_store(tmp_path / "store", grid())).records
+    files = latex_files(records, find_axes(records), judge(records))
+    body = "\n".join(text.decode() for text in files.values())
+    rules = "".join(
+        rf"\let\{name}rule\hline" for name in ("top", "mid", "bottom")
+    )  # booktabs is another package
+    paper = f"\\documentclass{{article}}{rules}\\begin{{document}}\\tiny\n{body}\n\\end{{document}}"
+    (tmp_path / "paper.tex").write_text(paper)
+    words = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
 
 
 # -- through the report ----------------------------------------------------------------------------------
@@ -165,7 +198,7 @@ def test_a_report_writes_panels_and_latex_where_asked_and_takes_them_away(
         "two-1-column.svg",
         "two-2-column.svg",
     ]
-    assert sorted(file.name for file in figures.glob("*.tex")) == ["points.tex", "two.tex"]
+    assert sorted(file.name for file in figures.glob("*.tex")) == ["errors.tex", "points.tex"]
     write_report(store, out=tmp_path)
     assert not (figures / "paper").exists()
     assert list(figures.glob("*.tex")) == []
