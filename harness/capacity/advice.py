@@ -44,6 +44,7 @@ _MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
 _FULL = 0.9  # of a limit, from which on it binds
 _SLACK = 1.1  # an SLO that would do, above the figures without a queue
 _PARALLEL = (2, 4, 8)
+_POOLS = (0.25, 0.5, 2, 4)  # multiples of the pool whose hits are said
 _DEVICES = ("h200", "b200")
 
 
@@ -378,7 +379,13 @@ def reuse(case: LoadCase, advice: Advice) -> None:
         )
     if pool.groups is None:
         held = profile.hit_ratio(pool.num_blocks)
-        advice.floor += f"; least recently used in a pool of this size {percent(held)}"
+        curve = ", ".join(
+            f"{percent(profile.hit_ratio(size * pool.num_blocks))} at {size:g}" for size in _POOLS
+        )
+        advice.floor += (
+            f"; least recently used, requests one after the other: {percent(held)} in a pool of this size, and by "
+            f"multiples of it {curve}"
+        )
         if most > _WORTH_SAYING and held * 2 < most:
             advice.warnings.append(
                 f"the pool is too small for its prefixes: {percent(held)} hits of {percent(most)} that an unlimited "

@@ -4,11 +4,11 @@ from typing import Any
 
 import yaml
 
-from engine.core.options import GroupPages
-from engine.runtime.options import VLLM_NAMES
+from engine.core.options import GroupPages, Scheduling
+from engine.runtime.options import VLLM_NAMES, KVDtype
 from harness.config.compose import TOY_MODELS
 from harness.config.groups import groups, option_file
-from harness.config.schema import RunConfig
+from harness.config.schema import RunConfig, WeightDtype
 from harness.workload.deployment import deployment_of, layer_sets, max_position, model_shape
 
 HUB_IDS = {
@@ -39,31 +39,43 @@ _SHAPE = ("family", "layers", "hidden", "heads", "kv_heads", "intermediate", "vo
 def serve_line(config: RunConfig) -> str:
     """The command that serves this configuration with vLLM 0.33; empty for a toy with random weights.
 
-    A model that is not on the hub stands as MODEL, to be replaced.
+    MODEL stands for one that is not on the hub, or whose weights are quantised before they are served.
     """
     model = config.model
     if not model.path and model.name in TOY_MODELS:
         return ""
-    return " ".join(["vllm serve", model.path or HUB_IDS.get(model.name, "MODEL"), *flags_of(config)])
+    stored = model.weight_dtype not in (
+        WeightDtype.model,
+        WeightDtype.fp8,
+    )  # vLLM quantises none of these itself
+    hub = "MODEL" if stored else HUB_IDS.get(model.name, "MODEL")
+    return " ".join(["vllm serve", model.path or hub, *flags_of(config)])
 
 
 def flags_of(config: RunConfig) -> list[str]:
     """vLLM's flags (0.33) for the configuration."""
-    cache, scheduler, device = config.cache, config.scheduler, config.device
-    said = {
+    cache, scheduler, device, model = config.cache, config.scheduler, config.device, config.model
+    pool = deployment_of(config).pool
+    said: dict[str, Any] = {
         "block_size": cache.block_size,
         "max_running": scheduler.max_running,
         "max_batched_tokens": scheduler.max_batched_tokens,
-        "max_model_len": cache.max_model_len or max_position(config.model),
-        "memory_utilization": f"{device.memory_utilization:g}" if deployment_of(config).pool.memory else None,
+        "max_model_len": cache.max_model_len or max_position(model),
+        "memory_utilization": f"{device.memory_utilization:g}" if pool.memory else None,
+        "pool_blocks": pool.num_blocks if not pool.memory and pool.groups is None else None,
         "prefix_caching": cache.prefix_caching,
         "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
         "data_parallel": device.data_parallel if device.data_parallel > 1 else None,
+        "expert_parallel": device.expert_parallel or None,
+        "kv_dtype": "fp8" if model.kv_dtype is KVDtype.fp8_e4m3 else None,
+        "quantization": "fp8" if model.weight_dtype is WeightDtype.fp8 else None,
+        "policy": scheduler.policy if scheduler.policy is not Scheduling.fcfs else None,
+        "long_prefill_tokens": scheduler.long_prefill_tokens,
+        "chunked_prefill": None if scheduler.chunked_prefill else False,
+        "admit_whole_prompt": None if scheduler.admit_whole_prompt else False,
     }
     if cache.groups is not GroupPages.off and cache.prefix_caching and cache.retention_interval != 0:
         said["retention_interval"] = str(cache.retention_interval)  # vLLM reads the word None
-    if config.device.expert_parallel:
-        said["expert_parallel"] = True
     flags = []
     for ours, value in said.items():
         name = VLLM_NAMES[ours].replace("_", "-")

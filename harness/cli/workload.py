@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from harness.capacity import CapacityAnswer
     from harness.capacity.advice import Advice
     from harness.capacity.case import LoadCase, Trial
+    from harness.capacity.slo import Slo
     from harness.config.schema import RunConfig
     from harness.trace.flags import Actions
     from traces.trace import Trace
@@ -189,20 +190,39 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
 def _run_advise(arguments: Arguments) -> int:
     """Read, simulate and print; returns the exit code."""
     from harness.capacity.advice import advise
-    from harness.capacity.case import LoadCase
     from harness.capacity.slo import parse_slo
 
     flags = arguments.flags
     if flags.requests is not None and flags.requests < 1:
         raise UserError("--requests: must be at least 1")
-    slo = parse_slo(flags.slo)
-    source = _source(Path(flags.source).expanduser(), _words(arguments))
-    config = _with_groups(source.config, arguments.overrides)
-    case = LoadCase(config, slo, source.recorded, flags.requests)
-    for line in (str(case.scope), *source.warnings):
+    words = _words(arguments)
+    found = case_of(Path(flags.source).expanduser(), words, parse_slo(flags.slo), flags.requests)
+    for line in (str(found.case.scope), *found.said):
         say(line)
-    _say_advice(case, advise(case, lambda what: remark(f"simulating: {what}"), source.measured))
+    advice = advise(found.case, lambda what: remark(f"simulating: {what}"), found.measured)
+    _say_advice(found.case, advice)
     return 0
+
+
+class AskedCase(NamedTuple):
+    """The case of a SOURCE, what is to be said of it before any figure, and the figures that a log has."""
+
+    case: "LoadCase"
+    said: Sequence[str] = ()
+    measured: Mapping[str, float] | None = None
+
+
+def case_of(source: Path, words: list[str], slo: "Slo", requests: int | None = None) -> AskedCase:
+    """The requests and the settings of SOURCE under an SLO; `words` are overrides of the user's.
+
+    Raises:
+        UserError: it cannot be read, or a setting is not allowed.
+    """
+    from harness.capacity.case import LoadCase
+
+    found = _source(source, words)
+    config = _with_groups(found.config, tuple(words))
+    return AskedCase(LoadCase(config, slo, found.recorded, requests), found.warnings, found.measured)
 
 
 def _words(arguments: Arguments) -> list[str]:

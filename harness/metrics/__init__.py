@@ -116,7 +116,8 @@ _MEMORY = (
            "time-weighted share of the pool in blocks that a sequence refers to: what vLLM's kv_cache_usage_perc "
            "shows"),
     Metric("utilisation", "utilisation of allocated slots", SHARE,
-           "token / (token + reserved + internal), each integrated over time", "higher"),
+           "token / (token + reserved + internal), each integrated over time; at an instant this is vLLM's coming "
+           "kv_cache_token_usage_perc", "higher"),
     Metric("reserved_of_allocated", "reserved, of allocated slots", SHARE,
            "reserved / (token + reserved + internal), each integrated over time"),
     Metric("internal_of_allocated", "internal, of allocated slots", SHARE,

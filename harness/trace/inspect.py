@@ -170,7 +170,7 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
     """
     import numpy as np
 
-    from harness.metrics.analytic import Lengths, paged_split, reserved_split
+    from harness.metrics.analytic import Lengths, final_internal_slots, paged_split, reserved_split
 
     rows = trace.requests
     lengths = Lengths(
@@ -184,6 +184,11 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
         "time-weighted share of allocated slots that is never filled, paged": {
             f"blocks of {size}": f"{100 * paged_split(lengths, size)['internal_of_allocated']:.2f} %"
             for size in sizes
+        },
+        "share of allocated slots that is never filled, at the end of each request, paged": {
+            f"blocks of {size}": f"{100 * tail.sum() / (tail + lengths.final_tokens).sum():.2f} %"
+            for size in sizes
+            for tail in (final_internal_slots(lengths, size),)
         },
         "time-weighted share of allocated slots that is never filled, contiguous": {
             f"reserving {tokens:,} tokens": f"{100 * reserved_split(lengths, tokens)['internal_of_allocated']:.2f} %"

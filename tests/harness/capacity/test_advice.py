@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.core.options import GroupPages
@@ -16,6 +17,7 @@ from harness.config.overrides import parse_overrides
 from harness.metrics.record import PointRecord
 from harness.store.reading import StoreContent
 from harness.workload.point import resolve
+from traces.analysis.reuse import reuse_profile
 from traces.formats.pagetwin import write_jsonl
 
 SLO = "ttft_p99<5,tpot_mean<0.1"
@@ -53,6 +55,23 @@ def case_of(file: Path, *overrides: str, slo: str = SLO) -> LoadCase:
 
 def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
     return advise(case_of(file, *overrides, slo=slo), lambda what: None)
+
+
+def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path: Path) -> None:
+    """For requests one after the other that fit the smallest pool, exactly; one block more holds a prompt's end."""
+    draw, file = np.random.default_rng(3), tmp_path / "trace.jsonl"
+    rows = [
+        {"timestamp": 60_000 * at, "input_length": 512 * count + 100, "output_length": 1,
+         "hash_ids": [*(int(family) * 100 + place for place in range(count)), 10_000 + at]}
+        for at, (family, count) in enumerate(zip(draw.zipf(1.5, 60) % 9, draw.integers(1, 6, 60).tolist(), strict=True))
+    ]  # fmt: skip
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    case = case_of(file, "trace=mooncake", f"trace.path={file}", "cache.block_size=512")
+    profile = reuse_profile(case.trace, 512, spare_last_token=True)
+    pools = [6 + 2 * place for place in range(10)]
+    replayed = [case.run({"cache.pool_tokens": 512 * blocks + 512}).metrics["hit_tokens"] for blocks in pools]
+    assert replayed == [profile.hit_tokens(blocks) for blocks in pools]
+    assert len(set(replayed)) > 3
 
 
 def test_three_requests_give_no_advice(tmp_path: Path) -> None:
