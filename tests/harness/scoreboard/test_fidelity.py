@@ -215,7 +215,7 @@ def test_the_page_says_what_was_assumed_and_fitted(tmp_path: Path, monkeypatch: 
     accelmark_folder(public)
     found = fidelity([str(public)], (), lambda _: None)
     text = write_fidelity(tmp_path, found, command="python -m harness scoreboard").read_text(encoding="utf-8")
-    assert "nothing: no constant was chosen by any of its rows" in text
+    assert "nothing: no constant was fitted to any of its rows" in text
     assert "| other | all | 1 | 2 | 50.0 % |" in text
     assert "1 verified runs, 2 loads" in text
     assert (tmp_path / "h100.svg").stat().st_size > 1000
