@@ -8,16 +8,18 @@ branches fork from the prompt again and catch up, one after the other.
 
 import numpy as np
 
+from harness.compiled.groups import lacking_pages, release_tables
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
     blocks_of,
     branch_tokens,
     give_back,
     note_last_blocks,
+    release,
     table_totals,
     take_free,
 )
-from harness.compiled.state import BEAM_SLOTS, COPIES, ENTRIES, INTERNAL, WRITTEN, ReplayState
+from harness.compiled.state import COPIES, ENTRIES, INTERNAL, SLOTS, WRITTEN, ReplayState
 from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
 from harness.replay.branches import SCALE
@@ -45,6 +47,8 @@ def first_own(state: ReplayState, row: int) -> int:
 def needed_blocks(state: ReplayState, row: int, query: int) -> int:
     """Blocks that `row` must take to compute `query` tokens in each of its branches, copies included."""
     batch = state.batch
+    if state.rules.groups:
+        return lacking_pages(state, row, query)
     if batch.behind[row]:
         added, copied = blocks_to_catch_up(state, row, query)
         return added + copied
@@ -64,8 +68,8 @@ def fork(state: ReplayState, row: int) -> None:
     state.at[ENTRIES] += (width - 1) * batch.blocks[row]
     if not state.inputs.beam[request]:
         return
-    state.at[BEAM_SLOTS] -= 1
-    slot = state.beams.spare_slots[state.at[BEAM_SLOTS]]
+    state.at[SLOTS] -= 1
+    slot = state.beams.spare_slots[state.at[SLOTS]]
     batch.slot[row] = slot
     beams = state.beams
     numbers = beams.references.shape[1]
@@ -225,11 +229,15 @@ def common_places(state: ReplayState, slot: int, one: int, other: int, length: i
 
 
 @jitable
-def release_slot(state: ReplayState, row: int) -> None:
-    """The beams of `row` have ended."""
+def release_row(state: ReplayState, row: int, is_found: bool) -> None:
+    """Release all blocks of `row`, and its slot; `is_found`: its request may come back for what stays cached."""
+    if state.rules.groups:
+        release_tables(state, row, is_found)
+    else:
+        release(state, row, kept_blocks(state, row), is_found)
     if state.batch.slot[row] != NEVER:
-        state.beams.spare_slots[state.at[BEAM_SLOTS]] = state.batch.slot[row]
-        state.at[BEAM_SLOTS] += 1
+        state.beams.spare_slots[state.at[SLOTS]] = state.batch.slot[row]
+        state.at[SLOTS] += 1
 
 
 @jitable

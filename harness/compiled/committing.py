@@ -4,9 +4,10 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 """
 
 from harness.compiled.arriving import note_end
-from harness.compiled.branches import fork, is_beam, kept_blocks, release_slot, reparent
+from harness.compiled.branches import fork, is_beam, release_row, reparent
+from harness.compiled.groups import log_waste, lost_slots
 from harness.compiled.numba_edge import jitable
-from harness.compiled.pool import blocks_of, release
+from harness.compiled.pool import blocks_of
 from harness.compiled.scheduling import lacking_tokens, move, samples
 from harness.compiled.state import (
     ADMITTED,
@@ -42,7 +43,10 @@ from harness.replay.features import AT
 @jitable
 def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: float) -> None:
     """Log the step under way; slot states are those while it runs."""
-    at, features, size = state.at, state.features, state.rules.block_size
+    at, features, size, lost = state.at, state.features, state.rules.page_slots, 0
+    if state.rules.groups:
+        lost = lost_slots(state)
+        log_waste(state)
     record, used = state.log.records[at[STEPS]], num_blocks - at[EMPTY] - at[CACHED]
     record[COLUMN.start_ns] = at[NOW]
     record[COLUMN.ns] = took_ns
@@ -62,8 +66,8 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.waiting] = at[TAIL] - at[HEAD] + at[SWAPPED]
     record[COLUMN.token] = at[WRITTEN]
     record[COLUMN.cached] = at[CACHED] * size
-    record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL]
-    record[COLUMN.internal] = at[INTERNAL]
+    record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL] - lost
+    record[COLUMN.internal] = at[INTERNAL] + lost
     record[COLUMN.free] = at[EMPTY] * size
     record[COLUMN.logical_blocks] = at[ENTRIES]
     record[COLUMN.physical_blocks] = used
@@ -151,8 +155,7 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
     state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
-    release(state, row, kept_blocks(state, row), False)
-    release_slot(state, row)
+    release_row(state, row, False)
     state.requests.finish[state.batch.request[row]] = end
     note_end(state, state.batch.request[row], end)
 

@@ -139,6 +139,37 @@ def run_of(state: ReplayState, request: int, place: int) -> int:
     return int(run)
 
 
+@jitable
+def take_run(state: ReplayState, owner: int, first: int, end: int) -> None:
+    """Blocks `first` to `end - 1` of `owner` are in use again: take them out of its runs, which have them."""
+    runs, place = state.runs, first
+    while place < end:
+        run = run_of(state, owner, place)
+        if place > runs.first[run]:
+            split_run(state, run, place)
+            continue
+        if end < runs.first[run] + runs.blocks[run]:
+            split_run(state, run, end)
+        place += runs.blocks[run]
+        drop_run(state, run)
+
+
+@called
+def split_run(state: ReplayState, run: int, place: int) -> None:
+    """The blocks of `run` from `place` on become a run of their own, which is evicted just before the rest."""
+    runs, (after, before, since) = state.runs, state.evictable
+    state.at[SPARE_RUNS] -= 1
+    rest = runs.spare[state.at[SPARE_RUNS]]
+    runs.request[rest], runs.first[rest] = runs.request[run], place
+    runs.blocks[rest] = runs.first[run] + runs.blocks[run] - place
+    runs.blocks[run] = place - runs.first[run]
+    runs.after[rest], runs.after[run] = runs.after[run], rest
+    node, own = len(state.named.name) + run, len(state.named.name) + rest
+    after[before[node]], before[own], after[own], before[node] = own, before[node], node, own
+    if state.rules.keep == TTL:
+        since[own] = since[node]
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -210,15 +241,21 @@ def named_hits(state: ReplayState, request: int, asked: int) -> int:
 @jitable
 def own_hits(state: ReplayState, request: int, hits: int, asked: int) -> int:
     """How many of the `asked` blocks, behind `hits` named ones, only `request` finds: preemptions left them."""
-    runs, place = state.runs, hits
     if hits < names_of(state, request):
         return 0
-    while place < asked:
-        run = run_of(state, request, place)
+    return own_run(state, request, hits, asked)
+
+
+@jitable
+def own_run(state: ReplayState, owner: int, first: int, end: int) -> int:
+    """How many blocks from number `first` to before `end` the runs of `owner` have without a gap."""
+    runs, place = state.runs, first
+    while place < end:
+        run = run_of(state, owner, place)
         if run == NEVER:
             break
         place = runs.first[run] + runs.blocks[run]
-    return int(min(place, asked) - hits)
+    return int(min(place, end) - first)
 
 
 @jitable
@@ -242,16 +279,7 @@ def share(state: ReplayState, row: int, hits: int, own: int) -> None:
             revived += 1
         blocks.references[block] += 1
         blocks.held[place] = block
-    runs, place = state.runs, hits
-    while place < hits + own:
-        run = run_of(state, request, place)
-        end = min(runs.first[run] + runs.blocks[run], hits + own)
-        runs.blocks[run] -= end - place
-        if place == runs.first[run]:
-            runs.first[run] = end
-        if not runs.blocks[run]:
-            drop_run(state, run)
-        place = end
+    take_run(state, request, hits, hits + own)
     state.batch.named[row] = hits
     state.batch.blocks[row] = state.batch.distinct[row] = hits + own
     state.batch.computed[row] = (hits + own) * state.rules.block_size

@@ -7,7 +7,7 @@ from math import sqrt
 
 import numpy as np
 
-from harness.compiled.numba_edge import jitable
+from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import blocks_of, branch_tokens
 from harness.compiled.scheduling import samples
 from harness.compiled.state import (
@@ -38,8 +38,6 @@ def prices_of(cost: CostModel) -> Prices | None:
         paced = prices_of(cost.cost)
         return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
     if type(cost) is RooflineCost:
-        if cost.has_windows:
-            return None
         none = np.zeros(0, dtype=np.int64)
         return Prices(ROOFLINE, np.array(cost.rates), none, 0, 1.0, cost.reading)
     if type(cost) is FittedCost:
@@ -66,6 +64,8 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
     features[AT.admitted_tokens] = 0
     for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
         features[AT.admitted_tokens] += state.inputs.prompt[state.batch.request[row]]
+    if state.rules.window:
+        write_unseen(state)
     features[AT.after_prefill] = state.after_prefill[0]
 
 
@@ -131,6 +131,29 @@ def add_rows(state: ReplayState) -> None:
     features[AT.blocks] = entries
 
 
+@called
+def write_unseen(state: ReplayState) -> None:
+    """The features of what lies outside of the model's window (`harness.replay.features`)."""
+    batch, window, features = state.batch, state.rules.window, state.features
+    decode = chunk_kv = work = 0
+    for row in range(state.at[RUNNING]):
+        for part in range(batch.branches[row] if batch.behind[row] else 1):
+            held = branch_tokens(state, row, part, 0) if batch.behind[row] else batch.computed[row]
+            query = batch.query[row]
+            if batch.behind[row]:
+                query = branch_tokens(state, row, part, query) - held
+            beyond = max(0, held + query - window)
+            if query == 1:
+                decode += beyond * (1 if batch.behind[row] else batch.branches[row])
+            elif query:
+                chunk_kv += max(0, beyond - (query - 1))
+                before = max(0, held - window)
+                work += (beyond * (beyond + 1) - before * (before + 1)) // 2
+    features[AT.decode_unseen_kv] = decode
+    features[AT.prefill_unseen_kv] = chunk_kv
+    features[AT.prefill_unseen_work] = work
+
+
 @jitable
 def note_prefill(state: ReplayState) -> None:
     """Update `after_prefill` after a step: a large prefill slows the next steps down."""
@@ -153,9 +176,14 @@ def roofline(state: ReplayState) -> tuple[float, float]:
     token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
     host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
     reduce_s, overlaps, decode_kv_s, copy_s, gather_s = rates[9], rates[10], rates[11], rates[12], rates[13]
-    swap_s, transfer_s = rates[14], rates[15]
-    prompts = max(features[AT.prefill_kv] * kv_s, features[AT.prefill_work] * pair_s)
-    decodes = max(features[AT.decode_kv] * decode_kv_s, features[AT.decode_kv] * decode_pair_s)
+    swap_s, transfer_s, windowed = rates[14], rates[15], rates[16]
+    decode_kv, prompt_kv, pairs = features[AT.decode_kv], features[AT.prefill_kv], features[AT.prefill_work]
+    if windowed:
+        decode_kv = decode_kv - features[AT.decode_unseen_kv] * windowed
+        prompt_kv = prompt_kv - features[AT.prefill_unseen_kv] * windowed
+        pairs = pairs - features[AT.prefill_unseen_work] * windowed
+    prompts = max(prompt_kv * kv_s, pairs * pair_s)
+    decodes = max(decode_kv * decode_kv_s, decode_kv * decode_pair_s)
     attention_s = decodes + prompts + (fixed_s + features[AT.rows] * row_s)
     reading = state.prices.reading
     weights_s = reading[min(int(features[AT.tokens]), len(reading) - 1)]

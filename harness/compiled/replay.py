@@ -5,12 +5,14 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from engine.core.options import Keep, Preemption, SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
+from harness.compiled.grouping import Grouping, Waste, no_layers
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import compiled, jitable
 from harness.compiled.pricing import note_prefill, price, write_features
@@ -210,9 +212,9 @@ _KEEP = {Keep.ttl: TTL, Keep.pin: PIN, Keep.priority: PRIORITY}
 @dataclass(frozen=True)
 class PlainPool:
     """A paged pool; `keeps` says whether released blocks stay cached until they are evicted. `host_blocks` are for
-    swapping.
+    swapping. `window` is that of the model's windowed layers in tokens.
 
-    Without a prefix cache, give requests without names.
+    Without a prefix cache, give requests without names. With `grouping` blocks are pages of groups of layers.
     """
 
     num_blocks: int
@@ -220,6 +222,8 @@ class PlainPool:
     keeps: bool
     host_blocks: int = 0
     keeping: Keeping | None = None
+    window: int | None = None
+    grouping: Grouping | None = None
 
 
 class CompiledReplay:
@@ -269,16 +273,22 @@ class CompiledReplay:
             first_name=first_name,
             names=names,
         )
-        self.state = new_state(inputs, rules, prices, pool.num_blocks, len(FEATURES), log_steps)
+        layers = pool.grouping.layers() if pool.grouping else no_layers()
+        self._waste = Waste(pool.grouping) if pool.grouping else None
+        self.state = new_state(inputs, rules, layers, prices, pool.num_blocks, len(FEATURES), log_steps)
         self.state.at[HOST] = pool.host_blocks
         open_lane(self.state, waiting.users)
         self._advance = advance_with or compiled(advance)
         self._played = self._handed = 0  # steps and requests that a fold has got
 
-    def run(self, fold: Fold) -> None:
-        """Run, and hand every step, gap and request to `fold`; for the errors see `advance_to`."""
+    def run(self, fold: Fold) -> dict[str, Any]:
+        """Run, and hand every step, gap and request to `fold`; for the errors see `advance_to`.
+
+        Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
+        """
         self.advance_to(FOREVER, fold)
         self.close(fold)
+        return {} if self._waste is None else {"waste": self._waste.value(keeps_rows=fold.keeps_rows)}
 
     def advance_to(self, pause_ns: int, fold: Fold) -> int:
         """Run the steps that begin before `pause_ns`; returns DONE where no request is left that is known to come.
@@ -304,6 +314,8 @@ class CompiledReplay:
         steps = at[STEPS]
         fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), self._played))
         fold.add_gaps(*gaps(self.state))
+        if self._waste is not None:
+            self._waste.add(log.records[:steps], log.waste[:steps], keeps_rows=fold.keeps_rows)
         self._played += int(steps)
         at[STEPS] = at[GAPS] = 0
         while at[ENDED] - self._handed >= fold.chunk:
@@ -316,7 +328,8 @@ class CompiledReplay:
 
 def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchronous: bool) -> Rules:
     """The limits as numbers. Those of running requests are at most what there is, so that large ones cost no memory."""
-    keeping = pool.keeping
+    keeping, grouping, size = pool.keeping, pool.grouping, pool.block_size
+    interval = grouping.interval if grouping else 0
     return Rules(
         budget=limits.max_batched_tokens,
         max_rows=min(limits.max_running, len(width)),
@@ -335,6 +348,12 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchrono
         keep_ns=round(keeping.seconds * 1e9) if keeping else 0,
         pinned=keeping.pinned if keeping and keeping.rule is Keep.pin else 0,
         ranks=max(2, int(keeping.rank.max(initial=0)) + 1) if keeping else 1,
+        window=pool.window or 0,
+        groups=len(grouping.layout.groups) if grouping else 0,
+        token_slots=int(grouping.layers().token_slots.sum()) if grouping else 1,
+        page_slots=grouping.layout.page_slots(0) if grouping else size,
+        segment=1 if interval is None else interval // size,
+        dense=int(interval is None),
     )
 
 
@@ -343,6 +362,8 @@ def _fits(requests: PlainRequests, width: IntArray, limits: SchedulerLimits, poo
     final = requests.prompt_tokens + requests.output_tokens - 1
     shared = np.where(width > 1, requests.prompt_tokens // pool.block_size, 0)
     most = shared + width * (-(-final // pool.block_size) - shared)
+    if pool.grouping:
+        most = pool.grouping.most_blocks(final, limits.max_batched_tokens)
     fits: BoolArray = (most <= pool.num_blocks) & (
         width <= min(limits.max_running, limits.max_batched_tokens)
     )

@@ -7,10 +7,10 @@ from harness.compiled.arriving import first_waiting, pop, push, put_back, take_f
 from harness.compiled.branches import (
     catch_up,
     extend_branches,
-    kept_blocks,
     needed_blocks,
-    release_slot,
+    release_row,
 )
+from harness.compiled.groups import extend_pages, find_prefix, lacking_to_enter, share_pages
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
     blocks_of,
@@ -19,7 +19,6 @@ from harness.compiled.pool import (
     name_blocks,
     named_hits,
     own_hits,
-    release,
     share,
     take,
     unused_hits,
@@ -150,14 +149,18 @@ def take_back(state: ReplayState, row: int) -> None:
     at, batch = state.at, state.batch
     branches = batch.branches[row]
     at[BUDGET] += branches
-    at[WRITTEN] -= branches
-    at[TAKEN] -= branches * (batch.blocks[row] - blocks_of(batch.computed[row], state.rules.block_size))
+    at[WRITTEN] -= branches * state.rules.token_slots
+    blocks = batch.blocks[row] - blocks_of(batch.computed[row], state.rules.block_size)
+    at[TAKEN] -= branches * blocks * max(1, state.rules.groups)
 
 
 @jitable
 def extend(state: ReplayState, row: int, query: int) -> None:
     """Each branch of `row` computes `query` tokens in this step; the blocks that this needs are free."""
     state.batch.query[row] = query
+    if state.rules.groups:
+        extend_pages(state, row, query)
+        return
     if state.batch.behind[row]:
         catch_up(state, row, query)
         return
@@ -186,8 +189,7 @@ def preempt(state: ReplayState, row: int) -> None:
     for branch in range(batch.branches[row]):
         requests.lost[request] += branch_tokens(state, row, branch, 0)
     swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[HOST]
-    release(state, row, kept_blocks(state, row), not swaps)
-    release_slot(state, row)
+    release_row(state, row, not swaps)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.preemptions[request] += 1
@@ -296,19 +298,26 @@ def may_enter(state: ReplayState) -> bool:
     known = tokens = state.inputs.prompt[request] + state.requests.generated[request]
     if width > 1:
         tokens = state.inputs.prompt[request]
-    asked = asked_blocks(state, request)
+    asked, first = asked_blocks(state, request), min(budget, prefill_cap(state))
+    spare = rules.watermark_blocks if at[RUNNING] else 0
+    if rules.groups:
+        hits, _ = find_prefix(state, request, asked)
+        cached = hits * rules.block_size
+        chunk_end = min(tokens, cached + first)
+        lasting = tokens if rules.whole_prompt else chunk_end
+        if not rules.chunked and tokens - cached > budget:
+            return False
+        return lacking_to_enter(state, request, hits, lasting, chunk_end) + spare <= free_blocks(state)
     hits = named_hits(state, request, asked)
     cached = (hits + own_hits(state, request, hits, asked)) * rules.block_size
     if not rules.chunked and tokens - cached > budget:
         return False
     needed = blocks_of(known, rules.block_size)
-    first = min(budget, prefill_cap(state))
     if not rules.whole_prompt and cached + first < tokens:
         needed = blocks_of(cached + first, rules.block_size)
     elif width > 1:  # its branches share the full blocks of the prompt
         shared = state.inputs.prompt[request] // rules.block_size
         needed = shared + width * (needed - shared)
-    spare = rules.watermark_blocks if at[RUNNING] else 0
     needed += unused_hits(state, request, hits) - hits
     return bool(needed + spare <= free_blocks(state))
 
@@ -321,8 +330,12 @@ def enter(state: ReplayState) -> None:
     at[ADMITTED] += 1
     place_row(state, request)
     asked = asked_blocks(state, request)
-    hits = named_hits(state, request, asked)
-    share(state, row, hits, own_hits(state, request, hits, asked))
+    if state.rules.groups:
+        hits, longest = find_prefix(state, request, asked)
+        share_pages(state, row, hits, longest)
+    else:
+        hits = named_hits(state, request, asked)
+        share(state, row, hits, own_hits(state, request, hits, asked))
     note_entry(state, request, batch.computed[row])
     query = min(lacking_tokens(state, row), at[BUDGET], cap)
     extend(state, row, query)

@@ -34,7 +34,7 @@ HITS = 20  # slots that the admitted ones found in the cache
 SEQUENCES = 21  # branches of the running requests; one that has not forked yet counts with its whole width
 STEADY_ROWS = 22  # branches of the leading steady requests
 COPIES = 23  # blocks copied in the step under way
-BEAM_SLOTS = 24  # of `BeamTables`: how many no request has
+SLOTS = 24  # of `BeamTables` or `GroupTables`: how many no request has
 SPARE_RUNS = 25  # numbers of `Runs` that none has
 SEEN = 26  # ns up to which the next step knows of arrivals
 COMING = 27  # requests in `RequestStates.lane`
@@ -119,6 +119,22 @@ class Rules(NamedTuple):
     keep_ns: int  # of TTL
     pinned: int  # blocks, of PIN
     ranks: int
+    window: int  # tokens, of the model's windowed layers; 0: none
+    groups: int  # of layers with a block table each; 0: the model is plain
+    token_slots: int  # slots that one token takes in all groups
+    page_slots: int  # slots of a block
+    segment: int  # blocks from one checkpoint to the next where they are regular; 0: they are those of the requests
+    dense: int  # whether there are no others
+
+
+class LayerGroups(NamedTuple):
+    """Groups of layers with a block table each, int64 `[groups]`; NEVER is all. All have blocks of one size."""
+
+    window: IntArray  # tokens that the next token sees, itself included
+    needed: IntArray  # blocks that a prefix hit needs before its end
+    like_first: IntArray  # 1 for those that say how long the longest hit of the first groups is
+    token_slots: IntArray
+    lost_slots: IntArray  # of a page, which no token can fill
 
 
 class Prices(NamedTuple):
@@ -213,8 +229,9 @@ class NamedBlocks(NamedTuple):
 class BeamTables(NamedTuple):
     """What beams generated: `tables[slot, branch]` numbers its blocks, `references[slot]` counts each by its number.
 
-    A slot is for one running request. `spare[slot, : spares[slot]]` are free numbers. The fields from `before` on are
-    scratch for one step: old tables, parents, and what parents are drawn with.
+    A slot is for one running request; `spare_slots` are a stack of free ones, also for `GroupTables`.
+    `spare[slot, : spares[slot]]` are free numbers. The fields from `before` on are scratch for one step: old tables,
+    parents, and what parents are drawn with.
     """
 
     tables: NameArray  # int32 [slots, width, blocks]
@@ -231,11 +248,33 @@ class BeamTables(NamedTuple):
     word: np.ndarray[Any, np.dtype[np.uint64]]  # [1], of the generator
 
 
+class GroupTables(NamedTuple):
+    """What running requests have in several groups of layers; all their tables are equally long.
+
+    By slot, which is for one running request: `held[slot, group]`, how many leading blocks its window has left; `hits`,
+    leading blocks that came from the cache; `junction`, where in tokens a longer hit of the first groups ended; `due`,
+    from how many computed tokens on a window has left one more block.
+    By group: `live` blocks, and `duplicates`, those that hold what another live block holds. `copies` are the live
+    blocks by name. `seen` and `least` are scratch, by the number of a named block.
+    """
+
+    held: IntArray
+    hits: IntArray
+    junction: IntArray
+    due: IntArray
+    live: IntArray
+    duplicates: IntArray
+    copies: NameArray
+    seen: IntArray
+    least: IntArray
+
+
 class Runs(NamedTuple):
     """Cached blocks without a name, by tables that were released, int64 `[runs]`; they are evicted from their end.
 
     They are blocks `first` to `first + blocks - 1` of a table of `request`, which alone finds them; NEVER: nobody does.
-    `after` is its next run in order of release. `spare` is a stack of free numbers.
+    `after` is its next run in order of release. `spare` is a stack of free numbers. With groups of layers a request has
+    a table in each: then group g of request r stands for a request, number r x groups + g.
     """
 
     blocks: IntArray
@@ -264,6 +303,7 @@ class StepLog(NamedTuple):
     attention_s: FloatArray  # [steps]
     gap_ns: IntArray
     gap_weight: IntArray
+    waste: IntArray  # [steps, groups, 3]: tokens behind windows, duplicates and live blocks of each group
 
 
 class ReplayState(NamedTuple):
@@ -271,6 +311,7 @@ class ReplayState(NamedTuple):
 
     inputs: RequestInputs
     rules: Rules
+    layers: LayerGroups
     prices: Prices
     at: IntArray
     after_prefill: FloatArray
@@ -286,56 +327,67 @@ class ReplayState(NamedTuple):
     runs: Runs
     evictable: EvictionList
     beams: BeamTables
+    groups: GroupTables
     log: StepLog
 
 
 def new_state(
-    inputs: RequestInputs, rules: Rules, prices: Prices, num_blocks: int, features: int, log_steps: int
+    inputs: RequestInputs,
+    rules: Rules,
+    layers: LayerGroups,
+    prices: Prices,
+    num_blocks: int,
+    features: int,
+    log_steps: int,
 ) -> ReplayState:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps.
 
     Where the pool holds all requests, nothing is evicted or preempted: no block gets a name a second time, and each
     request is released once, as one run, or two with PIN.
     """
-    num_requests, rows = len(inputs.prompt), rules.max_rows
-    most = int((-((1 - inputs.prompt - inputs.output) // rules.block_size) * inputs.width).sum())
-    numbers = num_blocks if num_blocks <= most else min(num_blocks, len(inputs.names))
-    runs = min(num_blocks, most if num_blocks <= most else 2 * num_requests)
+    num_requests, rows, tables = len(inputs.prompt), rules.max_rows, max(1, rules.groups)
+    most = int((-((1 - inputs.prompt - inputs.output) // rules.block_size) * inputs.width).sum()) * tables
+    numbers = num_blocks if num_blocks <= most else min(num_blocks, len(inputs.names) * tables)
+    runs = min(num_blocks, most if num_blocks <= most or rules.groups else 2 * num_requests)
     firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
+    states = RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts))
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
     at[SPARE] = numbers
     beams = beam_tables(inputs, rules)
-    at[BEAM_SLOTS] = len(beams.spare_slots)
+    at[SLOTS] = len(beams.spare_slots)
     at[SPARE_RUNS] = runs
     nodes = numbers + runs + rules.ranks
     gaps = 2 * log_steps + rows
     return ReplayState(
         inputs,
         rules,
+        layers,
         prices,
         at,
         np.zeros(1),
         np.zeros(features),
         Batch(*_columns(len(Batch._fields), rows)),
-        RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts)),
+        states._replace(run=np.full(num_requests * tables, NEVER, dtype=np.int64)),
         Heap(*_columns(3, len(inputs.pause_ns))),
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
         Heap(*_columns(3, num_requests if rules.swaps else 0)),
-        _named_blocks(numbers, inputs.names),
+        _named_blocks(numbers, inputs.names, tables),
         Runs(*_columns(4, runs), np.arange(runs)),  # type: ignore[call-arg]
         EvictionList(np.arange(nodes), np.arange(nodes), *_columns(1, nodes if rules.keep == TTL else 0)),
         beams,
+        _group_tables(rules, numbers, inputs.names),
         StepLog(
             np.zeros((log_steps, len(STEP_RECORD)), dtype=np.int64),
             np.zeros(log_steps),
             *_columns(2, gaps),
+            np.zeros((log_steps, rules.groups, 3), dtype=np.int64),
         ),
     )
 
 
-def _named_blocks(numbers: int, names: NameArray) -> NamedBlocks:
-    distinct = int(names.max()) + 1 if len(names) else 0
+def _named_blocks(numbers: int, names: NameArray, tables: int) -> NamedBlocks:
+    distinct = (int(names.max()) + 1) * tables if len(names) else 0
     return NamedBlocks(
         name=np.full(numbers, NEVER, dtype=np.int64),
         references=np.zeros(numbers, dtype=np.int64),
@@ -344,7 +396,20 @@ def _named_blocks(numbers: int, names: NameArray) -> NamedBlocks:
         spare=np.arange(numbers, dtype=np.int64),
         oldest=np.full(distinct, NEVER, dtype=np.int32),
         newest=np.full(distinct, NEVER, dtype=np.int32),
-        held=np.zeros(len(names), dtype=np.int32),
+        held=np.zeros(len(names) * tables, dtype=np.int32),
+    )
+
+
+def _group_tables(rules: Rules, numbers: int, names: NameArray) -> GroupTables:
+    groups, slots = rules.groups, rules.max_rows if rules.groups else 0
+    named = numbers if groups else 0
+    distinct = (int(names.max()) + 1) * groups if len(names) else 0
+    return GroupTables(
+        np.zeros((slots, groups), dtype=np.int64),
+        *_columns(3, slots),
+        *_columns(2, groups),
+        np.zeros(distinct, dtype=np.int32),
+        *_columns(2, named),
     )
 
 
@@ -357,6 +422,8 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
     slots = min(
         len(which), rules.max_running // int(width.min(initial=rules.max_running)) if len(which) else 0
     )
+    if rules.groups:  # each running request has a slot of `GroupTables`
+        slots = rules.max_rows
     numbers = int((width * own).max(initial=0))
     return BeamTables(
         tables=np.zeros((slots, widest, longest), dtype=np.int32),

@@ -126,7 +126,16 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.groups",
         lambda a: _if(a.cache.groups is not GroupPages.off, a.cache.groups),
-        {Way.compiled: "layers are in groups", Way.oracle: "the oracle compares caches without groups"},
+        {Way.oracle: "the oracle compares caches without groups"},
+    ),
+    Capability(
+        "cache.groups",
+        lambda a: _if(
+            a.cache.groups is not GroupPages.off
+            and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap),
+            a.cache.groups,
+        ),
+        {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their own"},
     ),
     Capability(
         "decoding.beam_width",

@@ -179,11 +179,6 @@ class RooflineCost:
         self._group_tokens = tokens
 
     @property
-    def has_windows(self) -> bool:
-        """Whether some layers see a window alone, which the compiled replay does not price."""
-        return bool(self._windowed)
-
-    @property
     def reading(self) -> FloatArray:
         """Seconds of reading the weights of a step of 0, 1, 2, ... tokens; more tokens take as long as the last."""
         experts = np.zeros(1) if self._experts_s is None else self._experts_s
@@ -195,7 +190,7 @@ class RooflineCost:
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
         link per token, fixed time of the links; 1 if the dense layers overlap; KV slot of a decode row; slot that is
-        copied; link per sampled row; slot and block that are swapped.
+        copied; link per sampled row; slot and block that are swapped; the share of the layers that have a window.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
@@ -203,7 +198,7 @@ class RooflineCost:
             float(self.device.overlaps),
             self._decode_kv_s,
             self._copy_s,
-            *(self._gather_s, self._swap_s, self._transfer_s),
+            *(self._gather_s, self._swap_s, self._transfer_s, self._windowed),
         )
 
     def price(self, features: Sequence[Amount]) -> Price:

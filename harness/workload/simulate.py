@@ -15,6 +15,7 @@ from engine.core.memory.eviction import EvictionQueue
 from engine.core.options import Decoding, Keep, Retention, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
+from harness.compiled.grouping import Grouping
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available, is_cached
 from harness.compiled.replay import (
@@ -48,9 +49,17 @@ from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, TraceRequest
 
-COMPILED_FROM = 5_000  # requests; loading the compiled code takes a second
-COMPILING = 150_000  # requests that the policy core replays while the code is compiled once
-SHARING_FROM = 1_000  # the same where prompts may share blocks, which take the policy core longer
+LOADING_S, COMPILING_S = (
+    1.0,
+    50.0,
+)  # CPU-seconds of loading compiled code from the disk, and of compiling it once
+PLAIN_S, SHARED_S, SAMPLES_S, GROUPS_S, BEAMS_S = (
+    2e-4,
+    3e-4,
+    6e-4,
+    4e-3,
+    1e-2,
+)  # of a request in the policy core
 
 
 def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
@@ -74,30 +83,33 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
 
 
 def _is_small(point: Point) -> bool:
-    """Whether `engine.core` replays the workload before the compiled code is loaded."""
-    count = len(point.trace.requests)
-    if count < SHARING_FROM or (count < COMPILED_FROM and not _is_slow_in_the_core(point)):
-        return True
-    return not _pays(count)
+    """Whether `engine.core` replays the workload before the compiled code is loaded, or has been compiled once.
 
-
-def _pays(count: int) -> bool:
-    """Whether to replay `count` requests compiled, which is free where the code is on disk.
-
-    Where it is not, the process compiles when the core has replayed as many as take as long as compiling, so that a
+    Where it is not on disk, the process compiles when the core has replayed for as long as compiling takes, so that a
     sweep of small points comes to it, too.
     """
-    if is_cached():
+    left = len(point.trace.requests) * _seconds_in_core(point)
+    if left < LOADING_S:
         return True
-    _LEFT_TO_CORE.append(count)
-    return sum(_LEFT_TO_CORE) >= COMPILING
+    if is_cached():
+        return False
+    _LEFT_TO_CORE.append(left)
+    return sum(_LEFT_TO_CORE) < COMPILING_S
 
 
-_LEFT_TO_CORE: list[int] = []  # requests of each replay that could have been compiled
+_LEFT_TO_CORE: list[float] = []  # CPU-seconds of each replay that could have been compiled
 
 
-def _is_slow_in_the_core(point: Point) -> bool:
-    return point.may_share or any(decoding.width > 1 for decoding in _decodings(point))
+def _seconds_in_core(point: Point) -> float:
+    """CPU-seconds that the policy core takes for a request, roughly (`benchmarks/test_replay.py`)."""
+    decodings = _decodings(point)
+    if any(decoding.mode is Decoding.beam for decoding in decodings):
+        return BEAMS_S
+    if point.pool.groups is not None:
+        return GROUPS_S
+    if any(decoding.width > 1 for decoding in decodings):
+        return SAMPLES_S
+    return SHARED_S if point.may_share else PLAIN_S
 
 
 def _decodings(point: Point) -> set[RequestDecoding]:
@@ -124,7 +136,7 @@ def obstacle(point: Point, cost: CostModel) -> str | None:
     from harness.compiled.pricing import prices_of
 
     if prices_of(cost) is None:
-        return f"cost={cost.source.kind} has prices that the compiled code does not know (experts, windows, tables)"
+        return f"cost={cost.source.kind} has prices that the compiled code does not know (tables)"
     return _obstacle(point)
 
 
@@ -135,6 +147,8 @@ def _obstacle(point: Point) -> str | None:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
     if point.workload.traffic.client != OPEN:
         return "the trace's client holds requests back"
+    if (grouping := _grouping(point)) and (reason := grouping.obstacle()):
+        return reason
     if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
         return "turns wait for later ones"
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
@@ -216,9 +230,17 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
         pool.prefix_caching and cache.retention is Retention.lru,
         cache.host_tokens // pool.block_size,
         _keeping(cache, point.trace.requests, pool.block_size),
+        pool.window,
+        _grouping(point),
     )
     asynchronous = point.deployment.scheduler.async_scheduling
     return CompiledReplay(requests, point.limits, memory, prices, asynchronous=asynchronous)
+
+
+def _grouping(point: Point) -> Grouping | None:
+    """The groups of layers; None for a plain model."""
+    layout, cache = point.pool.groups, point.deployment.cache
+    return None if layout is None else Grouping(layout, cache.window_hits, cache.retention_interval)
 
 
 def _keeping(cache: CacheConfig, rows: Sequence[TraceRequest], block_size: int) -> Keeping | None:
@@ -290,17 +312,17 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
         return prediction_of(log, cost.source, rows=rows)
     compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
     sizes = pool.block_size, pool.tokens, pool.slot_bytes
-    if _runs_compiled(point, cost, [compiled]):
-        return compiled.prediction(*sizes)
-    beside = _simulated(point, cost, core, fast_forward)
-    return core.prediction(*sizes, **beside)
+    fold, beside = compiled, _run_compiled(point, cost, [compiled])
+    if beside is None:
+        fold, beside = core, _simulated(point, cost, core, fast_forward)
+    return fold.prediction(*sizes, **beside)
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
     core, compiled = new_log(point), [new_log(point) for _ in range(point.replicas)]
-    if _runs_compiled(point, cost, compiled):
-        log = compiled[0].log() if len(compiled) == 1 else merged([each.log() for each in compiled])
+    if (beside := _run_compiled(point, cost, compiled)) is not None:
+        log = compiled[0].log(**beside) if len(compiled) == 1 else merged([each.log() for each in compiled])
     elif point.replicas > 1:
         log = _simulate_replicas(point, cost, fast_forward)
     else:
@@ -316,16 +338,15 @@ def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) ->
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
 
 
-def _runs_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> bool:
-    """Replay the point by compiled code, each replica into its fold; False where `engine.core` must replay it, into
-    other ones.
+def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> dict[str, Any] | None:
+    """Replay the point by compiled code, each replica into its fold; None where `engine.core` must replay it, into
+    other ones. Returns what a replay without replicas kept of the memory, as `replay_point`.
     """
     replays = compiled_replays(point, cost)
     if len(replays) > 1:
         run_replicas(replays, folds)
-    elif replays:
-        replays[0].run(folds[0])
-    return bool(replays)
+        return {}
+    return replays[0].run(folds[0]) if replays else None
 
 
 def optimal_hit_tokens(point: Point, log: RunLog) -> int:

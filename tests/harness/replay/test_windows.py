@@ -5,7 +5,6 @@ import pytest
 from sim_cases import replay, request
 
 from engine.core.options import SchedulerLimits
-from harness.compiled.pricing import prices_of
 from harness.cost.model_shape import ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.replay.cost_model import price_table
@@ -59,7 +58,3 @@ def test_a_decode_step_reads_the_window_in_windowed_layers_and_all_in_the_others
     attention = price_table(RooflineCost(GEMMA, DEVICE), features)[1]
     layer = 2 * 8 * 256 * 2
     assert attention[1] == pytest.approx((21 * 301 + 21 * 64) * layer / 3.35e12, rel=1e-8)
-
-
-def test_compiled_code_declines_a_model_with_windows() -> None:
-    assert prices_of(RooflineCost(GEMMA, DEVICE)) is None

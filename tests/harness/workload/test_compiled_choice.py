@@ -83,10 +83,21 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
             "cache.max_model_len=8192",
         ),
         ("scheduler.policy=priority", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
+        ("model=gemma3_12b", "cache.groups=uniform", "device=h100", "workload.prefix_share=0.5"),
+        ("model=gpt_oss_20b", "device=h100", "workload.prefix_share=0.5"),
+        (
+            "model=gpt_oss_20b",
+            "cache.groups=uniform",
+            "device=h100",
+            "workload.prefix_share=0.5",
+            "cache.pool_tokens=12000",
+            "cache.max_model_len=8192",
+        ),
         ("device.data_parallel=4", "workload.request_rate=80", "workload.prefix_share=0.5"),
         ("device.data_parallel=2", "workload.request_rate=1", "scheduler.async_scheduling=true"),
     ],
     day=[
+        ("model=gemma3_12b", "cache.groups=uniform", "device=h100", "workload.prefix_share=0.5"),
         ("cache.retention=none", "cache.block_size=1"),
         ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
         ("workload.prefix_share=0.5", "cache.pool_tokens=20000", "cache.max_model_len=8192"),
@@ -117,6 +128,11 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         (("decoding=speculative", "decoding.acceptance=0.5"), "requests have drafts"),
         (("decoding.beam_width=2", "cache.copy_at_fork=true"), "branches copy their blocks"),
         (("cache=contiguous_max",), "it is not paged"),
+        (("model=gemma3_12b", "cache.groups=lcm", "device=h100"), "groups have pages of their own"),
+        (
+            ("model=gemma3_12b", "cache.groups=uniform", "device=h100", "decoding=sample"),
+            "layers in groups have",
+        ),
         (("scheduler=static",), "batching is not continuous"),
         (("replay.duration_s=5",), "stops early"),
         (("scheduler=swap", "cache.host_tokens=100000", "decoding.beam_width=2"), "may be swapped out"),
@@ -144,34 +160,31 @@ def test_auto_leaves_few_requests_to_the_core() -> None:
 
 
 def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
-    monkeypatch.setattr(compiled, "SHARING_FROM", 10)
+    monkeypatch.setattr(compiled, "LOADING_S", 0.005)
     workload, cost = point()
     assert compiled.compiled_replays(workload, cost)
 
 
 def test_auto_compiles_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILED_FROM", 20)
-    monkeypatch.setattr(compiled, "SHARING_FROM", 10)
+    monkeypatch.setattr(compiled, "LOADING_S", 0.005)
     monkeypatch.setattr(compiled, "is_cached", lambda: False)
-    monkeypatch.setattr(compiled, "COMPILING", 150)
+    monkeypatch.setattr(compiled, "COMPILING_S", 0.03)
     monkeypatch.setattr(compiled, "_LEFT_TO_CORE", [])
-    of_sixty_requests = point()
-    assert [bool(compiled.compiled_replays(*of_sixty_requests)) for _ in range(3)] == [False, False, True]
+    of_twelve_ms = point()
+    assert [bool(compiled.compiled_replays(*of_twelve_ms)) for _ in range(3)] == [False, False, True]
 
 
-def test_auto_replays_fewer_requests_compiled_where_they_share_prefixes(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("slow", ["workload.prefix_share=0.5", "decoding=sample", "decoding=beam"])
+def test_auto_replays_fewer_requests_compiled_where_the_core_takes_longer(
+    slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "SHARING_FROM", 20)
-    plain, sharing = point(), point("workload.prefix_share=0.5")
-    assert not compiled.compiled_replays(*plain)
-    assert compiled.compiled_replays(*sharing)
+    monkeypatch.setattr(compiled, "LOADING_S", 0.015)
+    assert not compiled.compiled_replays(*point())
+    assert compiled.compiled_replays(*point(slow))
 
 
 def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "COMPILED_FROM", 1)
-    monkeypatch.setattr(compiled, "SHARING_FROM", 1)
+    monkeypatch.setattr(compiled, "LOADING_S", 0.0)
     workload, cost = point("decoding.beam_width=2", "cache.copy_at_fork=true")
     assert not compiled.compiled_replays(workload, cost)
 

@@ -1,0 +1,121 @@
+"""Layers in groups: the compiled replay says to the bit what the policy core says, of their bytes too."""
+
+from dataclasses import replace
+
+import numpy as np
+from compiled_cases import (
+    COSTS,
+    LIMITS,
+    POOLS,
+    Sharing,
+    assert_same,
+    compiled_replay,
+    core_log,
+    new_fold,
+    sharing,
+    waiting,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiers import tier
+
+from engine.core.memory.group_layout import LayerSet, uniform_layout
+from engine.core.options import GroupKind, SchedulerLimits, Scheduling, WindowHits
+from harness.compiled.grouping import Grouping
+from harness.compiled.replay import PlainPool, PlainRequests
+from harness.metrics.log import RunLog
+
+WINDOWS = st.lists(
+    st.tuples(st.integers(1, 3), st.sampled_from([None, 2, 5, 16, 40])), min_size=1, max_size=3
+)
+HITS, EVERY = st.sampled_from(WindowHits), st.sampled_from([None, 0, 1, 3])
+
+
+def grouped(
+    pool: PlainPool, windows: list[tuple[int, int | None]], rule: WindowHits, every: int | None
+) -> PlainPool:
+    """The pool for groups of so many layers with such windows; `every`: blocks between checkpoints."""
+    sets = [
+        LayerSet(GroupKind.window if size else GroupKind.full, layers, 6, size) for layers, size in windows
+    ]
+    interval = None if every is None else every * pool.block_size
+    grouping = Grouping(uniform_layout(sets, pool.block_size), rule, interval)
+    pages = pool.num_blocks * len(grouping.layout.groups)
+    return replace(pool, num_blocks=pages, grouping=grouping, window=sets[-1].window)
+
+
+def assert_same_groups(
+    requests: PlainRequests, limits: SchedulerLimits, pool: PlainPool, shared: Sharing
+) -> RunLog:
+    expected, fold = core_log(requests, limits, pool, COSTS["windows"], shared), new_fold(pool)
+    found = fold.log(**compiled_replay(requests, limits, pool, COSTS["windows"]).run(fold))
+    assert_same(found, expected)
+    assert found.waste is not None
+    assert expected.waste is not None
+    for name, column in expected.waste.items():
+        np.testing.assert_array_equal(found.waste[name], column, err_msg=name)
+    return found
+
+
+@settings(max_examples=tier(20, 400))
+@given(st.data(), sharing(), LIMITS, POOLS, WINDOWS, HITS, EVERY)
+def test_layers_in_groups_are_replayed_and_accounted_for_as_the_core_does(
+    data: st.DataObject,
+    shared: Sharing,
+    limits: SchedulerLimits,
+    pool: PlainPool,
+    windows: list[tuple[int, int | None]],
+    rule: WindowHits,
+    every: int | None,
+) -> None:
+    count = len(shared.salts)
+    priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
+    pool = grouped(pool, windows, rule, every)
+    requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
+    assert_same_groups(requests, limits, pool, shared)
+
+
+def crowded(seed: int) -> Sharing:
+    """Prompts of a few texts and of their beginnings, which come faster than they are served."""
+    draw, count = np.random.default_rng(seed), 60
+    texts: list[list[tuple[int | None, int]]] = []
+    for _ in range(count):
+        whole = draw.random(3) < 0.7
+        keys = range(draw.integers(0, 4))
+        keyed = [(key, 24 if whole[key] else int(draw.integers(1, 24))) for key in keys]
+        texts.append([*keyed, (None, int(draw.integers(1, 40)))])
+    requests = PlainRequests(
+        np.arange(count) * 3 + 7,
+        np.cumsum(draw.integers(0, 3_000_000, count)),
+        np.array([sum(tokens for _, tokens in prompt) for prompt in texts], dtype=np.int64),
+        draw.integers(1, 90, count),
+        priority=draw.integers(0, 3, count),
+    )
+    return Sharing(requests, texts, [""] * count)
+
+
+@settings(max_examples=tier(8, 200))
+@given(st.data(), st.integers(0, 10**6), WINDOWS, HITS, EVERY)
+def test_crowded_groups_evict_and_come_back_as_in_the_core(
+    data: st.DataObject, seed: int, windows: list[tuple[int, int | None]], rule: WindowHits, every: int | None
+) -> None:
+    size, tokens = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(140, 400))
+    pool = grouped(PlainPool(tokens // size, size, keeps=True), windows, rule, every)
+    limits = SchedulerLimits(48, 12, policy=data.draw(st.sampled_from(Scheduling)), admit_whole_prompt=False)
+    shared = crowded(seed)
+    assert_same_groups(shared.named(size), limits, pool, shared)
+
+
+def test_groups_are_compared_where_requests_come_back_and_hold_duplicates() -> None:
+    shared, pool = (
+        crowded(3),
+        grouped(PlainPool(40, 4, keeps=True), [(1, None), (2, 16)], WindowHits.window, 0),
+    )
+    found = assert_same_groups(
+        shared.named(4), SchedulerLimits(48, 12, admit_whole_prompt=False), pool, shared
+    )
+    assert found.waste is not None
+    assert found.requests["preemptions"].sum() > 10
+    assert found.requests["resumed_hit_tokens"].sum() > 100
+    assert found.waste["duplicate"].max() > 0
