@@ -6,8 +6,7 @@ from the first that generated tokens are in, by numbers of its request, with ref
 branches fork from the prompt again and catch up, one after the other.
 """
 
-import numpy as np
-
+from harness.compiled.drafts import ahead, below, seed_word
 from harness.compiled.groups import lacking_pages, release_tables
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
@@ -24,10 +23,6 @@ from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
 from harness.replay.branches import SCALE
 
-_SEED_OF_REQUEST, _SEED_OF_PLACE = np.uint64(0xD1B54A32D192ED03), np.uint64(0x9E3779B97F4A7C15)
-_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_BY_30, _BY_27, _BY_31, _BY_32 = np.uint64(30), np.uint64(27), np.uint64(31), np.uint64(32)
-_LOW = np.uint64(2**32 - 1)
 _EVEN, _SCALE = float(EVEN), float(SCALE)
 
 
@@ -52,7 +47,10 @@ def needed_blocks(state: ReplayState, row: int, query: int) -> int:
     if batch.behind[row]:
         added, copied = blocks_to_catch_up(state, row, query)
         return added + copied
-    lacking = blocks_of(batch.computed[row] + query, state.rules.block_size) - batch.blocks[row]
+    end = batch.computed[row] + query
+    if state.rules.drafts:
+        end += ahead(state, row, query)
+    lacking = blocks_of(end, state.rules.block_size) - batch.blocks[row]
     return int(batch.branches[row] * lacking + batch.copies[row])
 
 
@@ -263,26 +261,11 @@ def kept_blocks(state: ReplayState, row: int) -> int:
 
 
 @jitable
-def below(state: ReplayState, limit: int) -> int:
-    """`SplitMix64.below`: a whole number from 0 to `limit - 1`; `limit` is at most 2^32."""
-    words = state.beams.word
-    words[0] += _SEED_OF_PLACE
-    word = words[0]
-    word = (word ^ (word >> _BY_30)) * _MIX_1
-    word = (word ^ (word >> _BY_27)) * _MIX_2
-    word = word ^ (word >> _BY_31)
-    most = np.uint64(limit)
-    return np.int64(((word >> _BY_32) * most + (((word & _LOW) * most) >> _BY_32)) >> _BY_32)  # type: ignore[return-value]
-
-
-@jitable
 def draw_parents(state: ReplayState, row: int) -> None:
     """`BeamGenealogy.parents` of the token that `row` has just chosen, sorted, into `beams.parents`."""
     batch, beams = state.batch, state.beams
     request, width = batch.request[row], batch.branches[row]
-    beams.word[0] = np.uint64(state.inputs.request_id[request]) * _SEED_OF_REQUEST ^ (
-        np.uint64(batch.generated[row] - 1) * _SEED_OF_PLACE
-    )
+    seed_word(state, request, batch.generated[row] - 1)
     mean, evenness = state.inputs.survivors[request], state.inputs.evenness[request]
     more = below(state, SCALE) < (mean - int(mean)) * _SCALE
     survivors = min(width, max(1, int(mean) + more))

@@ -5,6 +5,7 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 
 from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, release_row, reparent
+from harness.compiled.drafts import kept_drafts
 from harness.compiled.groups import log_waste, lost_slots
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of
@@ -80,13 +81,16 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
 def commit(state: ReplayState, end: int) -> None:
     """End the step at `end` ns: rows advance, finished rows leave, and leading rows that only decode become steady."""
     at, batch = state.at, state.batch
-    together, kept, steady = 0, 0, at[STEADY]
+    together, kept, steady, verified = 0, 0, at[STEADY], 0
     for row in range(at[RUNNING]):
         has_token = row < steady or samples(state, row)
         if row >= steady and batch.behind[row]:
             advance_behind(state, row)
         else:
             batch.computed[row] += batch.query[row]
+        if state.rules.drafts and batch.query[row]:
+            verified += verify(state, row)
+            batch.proposes[row] = has_token
         if has_token:
             together += note_token(state, row, end)
         if batch.generated[row] == state.inputs.output[batch.request[row]]:
@@ -102,8 +106,22 @@ def commit(state: ReplayState, end: int) -> None:
     at[RUNNING] = kept
     if together:
         log_gap(state, end - at[LAST_END], together)
+    if verified:
+        log_gap(state, 0, verified)
     at[LAST_END] = end
     settle(state)
+
+
+@jitable
+def verify(state: ReplayState, row: int) -> int:
+    """Keep the right drafts of `row`, as far as its request goes; returns how many. Slots of the others are void."""
+    batch, kept = state.batch, 0
+    if batch.drafts[row]:
+        kept = kept_drafts(state, row)
+        batch.computed[row] -= batch.drafts[row] - kept
+        state.at[WRITTEN] -= batch.drafts[row] - kept
+        batch.generated[row] += kept
+    return kept
 
 
 @jitable
@@ -176,7 +194,7 @@ def settle(state: ReplayState) -> None:
 def is_steady(state: ReplayState, row: int) -> bool:
     """Whether every branch of `row` computes one token a step from now on, into blocks of its own."""
     batch = state.batch
-    if not batch.generated[row] or batch.behind[row] or lacking_tokens(state, row) != 1:
+    if state.rules.drafts or not batch.generated[row] or batch.behind[row] or lacking_tokens(state, row) != 1:
         return False
     request = batch.request[row]
     if state.inputs.width[request] == 1 and not state.inputs.beam[request]:

@@ -305,8 +305,8 @@ def blocks_of(tokens: int, block_size: int) -> int:
 
 @jitable
 def final_tokens(state: ReplayState, request: int) -> int:
-    """Slots that the request has written when it ends; its last token is never computed."""
-    return int(state.inputs.prompt[request] + state.inputs.output[request] - 1)
+    """Slots that the request may write; its last token is never computed, but drafts go on behind it."""
+    return int(state.inputs.prompt[request] + state.inputs.output[request] - 1 + state.rules.drafts)
 
 
 @jitable
@@ -314,6 +314,7 @@ def take(state: ReplayState, row: int, count: int) -> None:
     """Give the only table of `row` `count` free blocks."""
     take_free(state, count)
     state.at[ENTRIES] += count
+    note_last_blocks(state, row, -1)
     state.batch.blocks[row] += count
     state.batch.distinct[row] += count
     note_last_blocks(state, row, 1)

@@ -7,6 +7,7 @@ from math import sqrt
 
 import numpy as np
 
+from harness.compiled.drafts import write_draft_features
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import blocks_of, branch_tokens
 from harness.compiled.scheduling import samples
@@ -66,6 +67,8 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
         features[AT.admitted_tokens] += state.inputs.prompt[state.batch.request[row]]
     if state.rules.window:
         write_unseen(state)
+    if state.rules.drafts:
+        write_draft_features(state)
     features[AT.after_prefill] = state.after_prefill[0]
 
 
@@ -198,7 +201,19 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         gather = features[AT.sampled_rows] * gather_s
         seconds = seconds + (features[AT.tokens] * link_s + gather + reduce_s)
     seconds = seconds + (features[AT.swapped_slots] * swap_s + features[AT.swapped_blocks] * transfer_s)
+    if rates[17]:
+        seconds = seconds + draft_seconds(state)
     return seconds, attention_s
+
+
+@jitable
+def draft_seconds(state: ReplayState) -> float:
+    """Seconds of all draft passes of a step (`harness.cost.roofline`)."""
+    features, rates = state.features, state.prices.rates
+    token_s, weights_s, kv_s, pass_s, link_s = rates[18], rates[19], rates[20], rates[21], rates[22]
+    passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
+    dense = max(tokens * token_s, passes * weights_s)
+    return dense + (features[AT.draft_kv] * kv_s + passes * pass_s + tokens * link_s)
 
 
 @jitable

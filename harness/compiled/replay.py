@@ -35,6 +35,7 @@ from harness.compiled.state import (
     SWAPPED,
     TAIL,
     TTL,
+    Drafting,
     Prices,
     ReplayState,
     RequestInputs,
@@ -44,6 +45,7 @@ from harness.compiled.state import (
 from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome, RequestRow
 from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
+from harness.replay.branches import DraftAcceptance, seed_word
 from harness.replay.features import FEATURES
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
@@ -175,11 +177,25 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Each request verifies `tokens` draft tokens a step, also past its end; `acceptance` draws which are right."""
+
+    tokens: int
+    acceptance: DraftAcceptance | None
+
+    def drafting(self) -> Drafting:
+        """How they are drawn, as numbers."""
+        drawn = self.acceptance or DraftAcceptance(-1.0)
+        return Drafting(drawn.share, np.array([seed_word(drawn.seed)], dtype=np.uint64))
+
+
+@dataclass(frozen=True)
 class PlainRequests:
     """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
     `names` says which leading blocks are shared; without it, none. Without `branches` each request has one. With
-    `waiting` some arrive after others have ended. `priority`, int64 `[requests]`: a lower number goes first.
+    `waiting` some arrive after others have ended. `priority`, int64 `[requests]`: a lower number goes first. Only
+    requests of one branch have `drafts`.
     """
 
     request_id: IntArray
@@ -190,6 +206,7 @@ class PlainRequests:
     branches: Branches | None = None
     waiting: Waiting | None = None
     priority: IntArray | None = None
+    drafts: Drafts | None = None
 
 
 @dataclass(frozen=True)
@@ -248,10 +265,11 @@ class CompiledReplay:
         self._pool = pool
         ones = np.ones(len(requests.request_id), dtype=np.int64)
         branches = requests.branches or Branches(ones, 0 * ones, 0 * ones, BeamGenealogy({}))
-        rules = _rules(limits, pool, branches.width, asynchronous)
+        drafts = requests.drafts or Drafts(0, None)
+        rules = _rules(limits, pool, branches.width, drafts.tokens, asynchronous)
         waiting = requests.waiting or Waiting(ones[:0])
         waits_for, first_follower, follower = waiting.followers()
-        fits = _fits(requests, branches.width, limits, pool)
+        fits = _fits(requests, branches.width, drafts.tokens, limits, pool)
         first_name, names = requests.names or BlockNames.none(len(fits))
         inputs = RequestInputs(
             arrival_ns=requests.arrival_ns if requests.waiting is None else requests.arrival_ns.copy(),
@@ -275,7 +293,9 @@ class CompiledReplay:
         )
         layers = pool.grouping.layers() if pool.grouping else no_layers()
         self._waste = Waste(pool.grouping) if pool.grouping else None
-        self.state = new_state(inputs, rules, layers, prices, pool.num_blocks, len(FEATURES), log_steps)
+        self.state = new_state(
+            inputs, rules, layers, prices, drafts.drafting(), pool.num_blocks, len(FEATURES), log_steps
+        )
         self.state.at[HOST] = pool.host_blocks
         open_lane(self.state, waiting.users)
         self._advance = advance_with or compiled(advance)
@@ -326,7 +346,9 @@ class CompiledReplay:
         return ended_requests(self.state, self._requests.request_id, first, last)
 
 
-def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchronous: bool) -> Rules:
+def _rules(
+    limits: SchedulerLimits, pool: PlainPool, width: IntArray, drafts: int, asynchronous: bool
+) -> Rules:
     """The limits as numbers. Those of running requests are at most what there is, so that large ones cost no memory."""
     keeping, grouping, size = pool.keeping, pool.grouping, pool.block_size
     interval = grouping.interval if grouping else 0
@@ -354,14 +376,19 @@ def _rules(limits: SchedulerLimits, pool: PlainPool, width: IntArray, asynchrono
         page_slots=grouping.layout.page_slots(0) if grouping else size,
         segment=1 if interval is None else interval // size,
         dense=int(interval is None),
+        drafts=drafts,
+        longest=limits.max_model_len or 0,
     )
 
 
-def _fits(requests: PlainRequests, width: IntArray, limits: SchedulerLimits, pool: PlainPool) -> IntArray:
+def _fits(
+    requests: PlainRequests, width: IntArray, drafts: int, limits: SchedulerLimits, pool: PlainPool
+) -> IntArray:
     """1 for requests that some schedule can serve (`Scheduler.never_fits`), else 0."""
     final = requests.prompt_tokens + requests.output_tokens - 1
     shared = np.where(width > 1, requests.prompt_tokens // pool.block_size, 0)
-    most = shared + width * (-(-final // pool.block_size) - shared)
+    budget = limits.max_batched_tokens - (drafts > 0)
+    most = shared + width * (-(-(final + 2 * drafts) // pool.block_size) - shared)
     if pool.grouping:
         most = pool.grouping.most_blocks(final, limits.max_batched_tokens)
     fits: BoolArray = (most <= pool.num_blocks) & (
@@ -370,5 +397,7 @@ def _fits(requests: PlainRequests, width: IntArray, limits: SchedulerLimits, poo
     if limits.max_model_len is not None:
         fits &= final < limits.max_model_len
     if not limits.chunked_prefill:
-        fits &= final <= limits.max_batched_tokens
+        fits &= final <= budget
+    if drafts and 1 + drafts > min(budget, limits.long_prefill_tokens or budget):
+        fits[:] = False
     return fits.astype(np.int64)

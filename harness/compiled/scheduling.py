@@ -10,6 +10,7 @@ from harness.compiled.branches import (
     needed_blocks,
     release_row,
 )
+from harness.compiled.drafts import drafts_of, is_padded, note_drafts, within
 from harness.compiled.groups import extend_pages, find_prefix, lacking_to_enter, share_pages
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
@@ -64,7 +65,7 @@ def lacking_tokens(state: ReplayState, row: int) -> int:
 def samples(state: ReplayState, row: int) -> bool:
     """Whether the step under way gives each branch of `row` a token."""
     batch = state.batch
-    if not batch.query[row] or batch.behind[row] or batch.query[row] != lacking_tokens(state, row):
+    if not batch.query[row] or batch.behind[row] or batch.query[row] < lacking_tokens(state, row):
         return False
     resumes = batch.generated[row] and batch.branches[row] != state.inputs.width[batch.request[row]]
     return not resumes
@@ -96,7 +97,7 @@ def continue_running(state: ReplayState) -> None:
         row = extend_or_preempt(state, row, 1)
     at[BUDGET], cap = state.rules.budget - at[STEADY_ROWS], prefill_cap(state)
     while row < at[RUNNING]:
-        tokens = min(lacking_tokens(state, row), at[BUDGET], cap)
+        tokens = query_tokens(state, row, cap)
         query[row] = 0
         together = branches[row] > 1 and not state.batch.behind[row]  # they sample together or not at all
         if tokens <= 0 or (together and branches[row] > at[BUDGET]):
@@ -125,7 +126,17 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
     extend(state, row, query)
     if not is_steady:
         at[BUDGET] -= query if state.batch.behind[row] else query * state.batch.branches[row]
+        at[BUDGET] -= state.rules.drafts > 0
     return row + 1
+
+
+@jitable
+def query_tokens(state: ReplayState, row: int, cap: int) -> int:
+    """Query tokens of `row` in this step, with drafts; where there are drafts, one token is kept for their model."""
+    lacking, budget = lacking_tokens(state, row), state.at[BUDGET]
+    if not state.rules.drafts:
+        return int(min(lacking, budget, cap))
+    return within(state, row, min(lacking + drafts_of(state, row), budget - 1, cap))
 
 
 @jitable
@@ -170,7 +181,11 @@ def extend(state: ReplayState, row: int, query: int) -> None:
     needed = needed_blocks(state, row, query)
     if needed > 0:
         take(state, row, needed)
-    name_blocks(state, row, state.batch.computed[row] + query)
+    certain = state.batch.computed[row] + query
+    if state.rules.drafts:
+        note_drafts(state, row, lacking_tokens(state, row), query)
+        certain -= state.batch.drafts[row]
+    name_blocks(state, row, certain)
     state.at[WRITTEN] += query
 
 
@@ -266,7 +281,7 @@ def place_row(state: ReplayState, request: int) -> None:
     at[SEQUENCES] += state.inputs.width[request]
     batch.request[row] = request
     batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
-    batch.generated[row] = state.requests.generated[request]
+    batch.generated[row], batch.proposes[row] = state.requests.generated[request], 0
     batch.last_token[row] = state.requests.last_token[request]
 
 
@@ -310,6 +325,12 @@ def may_enter(state: ReplayState) -> bool:
         return lacking_to_enter(state, request, hits, lasting, chunk_end) + spare <= free_blocks(state)
     hits = named_hits(state, request, asked)
     cached = (hits + own_hits(state, request, hits, asked)) * rules.block_size
+    padded = is_padded(state, request, tokens - cached, cached)
+    if rules.drafts:
+        budget -= 1
+        first = min(first, budget)
+        if budget <= 0 or (padded and 1 + rules.drafts > budget):
+            return False
     if not rules.chunked and tokens - cached > budget:
         return False
     needed = blocks_of(known, rules.block_size)
@@ -318,6 +339,10 @@ def may_enter(state: ReplayState) -> bool:
     elif width > 1:  # its branches share the full blocks of the prompt
         shared = state.inputs.prompt[request] // rules.block_size
         needed = shared + width * (needed - shared)
+    if rules.drafts:  # they go further
+        end = min(tokens, cached + first) + (2 if padded else 1) * rules.drafts
+        end = min(end, rules.longest) if rules.longest else end
+        needed = max(needed, blocks_of(end, rules.block_size))
     needed += unused_hits(state, request, hits) - hits
     return bool(needed + spare <= free_blocks(state))
 
@@ -336,10 +361,13 @@ def enter(state: ReplayState) -> None:
     else:
         hits = named_hits(state, request, asked)
         share(state, row, hits, own_hits(state, request, hits, asked))
-    note_entry(state, request, batch.computed[row])
-    query = min(lacking_tokens(state, row), at[BUDGET], cap)
+    cached = batch.computed[row]
+    note_entry(state, request, cached)
+    query = query_tokens(state, row, cap)
+    if is_padded(state, request, lacking_tokens(state, row), cached):
+        query = within(state, row, min(1 + state.rules.drafts, at[BUDGET] - 1, cap))
     extend(state, row, query)
-    at[BUDGET] -= query
+    at[BUDGET] -= query + (state.rules.drafts > 0)
 
 
 @jitable

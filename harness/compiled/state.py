@@ -8,6 +8,7 @@ from harness.metrics.log import STEP_RECORD, FloatArray, IntArray
 from harness.replay.arrivals import NEVER
 
 NameArray = np.ndarray[Any, np.dtype[np.int32]]
+WordArray = np.ndarray[Any, np.dtype[np.uint64]]
 
 # -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
 NOW = 0  # ns
@@ -125,6 +126,8 @@ class Rules(NamedTuple):
     page_slots: int  # slots of a block
     segment: int  # blocks from one checkpoint to the next where they are regular; 0: they are those of the requests
     dense: int  # whether there are no others
+    drafts: int  # draft tokens that a row verifies; 0: there are none
+    longest: int  # tokens of the longest sequence that is served, which ends drafts; 0: any
 
 
 class LayerGroups(NamedTuple):
@@ -135,6 +138,13 @@ class LayerGroups(NamedTuple):
     like_first: IntArray  # 1 for those that say how long the longest hit of the first groups is
     token_slots: IntArray
     lost_slots: IntArray  # of a page, which no token can fill
+
+
+class Drafting(NamedTuple):
+    """How drafts are drawn (`DraftAcceptance`): a share below 0 accepts none. `seed` is a word, `[1]`."""
+
+    share: float
+    seed: WordArray
 
 
 class Prices(NamedTuple):
@@ -170,6 +180,9 @@ class Batch(NamedTuple):
     named: IntArray  # leading blocks that have a name
     behind: IntArray
     query: IntArray  # query tokens in the step under way: of each branch, or of all that catch up
+    proposes: IntArray  # whether the next step has drafts: 1 if the last one chose a token
+    drafts: IntArray  # draft tokens in the step under way
+    right: IntArray  # how many of them are
     last_token: IntArray  # ns
 
 
@@ -245,7 +258,6 @@ class BeamTables(NamedTuple):
     order: IntArray
     children: IntArray
     given: IntArray
-    word: np.ndarray[Any, np.dtype[np.uint64]]  # [1], of the generator
 
 
 class GroupTables(NamedTuple):
@@ -316,6 +328,8 @@ class ReplayState(NamedTuple):
     at: IntArray
     after_prefill: FloatArray
     features: FloatArray
+    word: WordArray  # [1], of the generator of random numbers
+    drafting: Drafting
     batch: Batch
     requests: RequestStates
     arriving: Heap  # what users have sent, by the time at which it arrives
@@ -336,6 +350,7 @@ def new_state(
     rules: Rules,
     layers: LayerGroups,
     prices: Prices,
+    drafting: Drafting,
     num_blocks: int,
     features: int,
     log_steps: int,
@@ -367,6 +382,8 @@ def new_state(
         at,
         np.zeros(1),
         np.zeros(features),
+        np.zeros(1, dtype=np.uint64),
+        drafting,
         Batch(*_columns(len(Batch._fields), rows)),
         states._replace(run=np.full(num_requests * tables, NEVER, dtype=np.int64)),
         Heap(*_columns(3, len(inputs.pause_ns))),
@@ -437,7 +454,6 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
         order=np.zeros(widest, dtype=np.int64),
         children=np.zeros(widest, dtype=np.int64),
         given=np.zeros(widest, dtype=np.int64),
-        word=np.zeros(1, dtype=np.uint64),
     )
 
 

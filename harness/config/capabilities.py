@@ -161,12 +161,22 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.measured_groups: "its tensors take no draft tokens", Way.compiled: "requests have drafts"},
+        {Way.measured_groups: "its tensors take no draft tokens"},
+    ),
+    Capability(
+        "decoding.draft_tokens",
+        lambda a: _if(
+            a.drafts
+            and (a.several or a.cache.keep is not Keep.recent or a.scheduler.preemption is Preemption.swap),
+            a.decoding.draft_tokens,
+        ),
+        {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.keep"},
     ),
     Capability(
         "decoding.draft_place",
         lambda a: _if(a.drafts and a.decoding.draft_place is not SpeculationMode.whole, a.decoding.draft_place),
-        {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child"},
+        {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child",
+         Way.compiled: "drafts are cut at the end of a request, or written into a child"},
     ),
     Capability(
         "decoding.branch_hazard",

@@ -190,7 +190,8 @@ class RooflineCost:
 
         Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
         link per token, fixed time of the links; 1 if the dense layers overlap; KV slot of a decode row; slot that is
-        copied; link per sampled row; slot and block that are swapped; the share of the layers that have a window.
+        copied; link per sampled row; slot and block that are swapped; the share of the layers that have a window; 1
+        if there is a draft model, and of it per token, weights and fixed time of a pass, KV slot, link per token.
         """
         return (
             *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
@@ -199,6 +200,7 @@ class RooflineCost:
             self._decode_kv_s,
             self._copy_s,
             *(self._gather_s, self._swap_s, self._transfer_s, self._windowed),
+            *((1.0, *self._draft.rates) if self._draft else (0.0,) * 6),
         )
 
     def price(self, features: Sequence[Amount]) -> Price:
@@ -277,6 +279,11 @@ class _Draft:
         self._kv_s = kv_bytes / (device.bandwidth * device.kv_efficiency)
         self._pass_s = model.layers * (device.layer_overhead_s + device.attention_overhead_s) + reduce_s
         self._link_s = link_s + gather_s  # each token that it proposes has logits
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Seconds per token, reading the weights, per KV slot, fixed time of a pass, link per token."""
+        return self._token_s, self._weights_s, self._kv_s, self._pass_s, self._link_s
 
     def seconds(self, features: Sequence[Amount]) -> Amount:
         """Seconds of all draft passes of a step."""

@@ -14,15 +14,20 @@ from engine.core.request import Request
 
 SCALE = 2**32
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_ENDS, _DRAFTS = 2**40, 2**41  # first places of these draws; beams use the places below
+_GOLDEN, _SEED = 0x9E3779B97F4A7C15, 0xA0761D6478BD642F
+_ENDS, FIRST_DRAFT = 2**40, 2**41  # first places of these draws; beams use the places below
+
+
+def seed_word(seed: int) -> int:
+    """What a seed gives to the state of a generator, which the rest is combined with by exclusive or."""
+    return seed * _SEED & _MASK
 
 
 class SplitMix64:
     """Uniform integers for one place of a request, from the SplitMix64 generator (Steele, Lea and Flood 2014)."""
 
     def __init__(self, seed: int, request_id: int, place: int) -> None:
-        self._state = (seed * 0xA0761D6478BD642F ^ request_id * 0xD1B54A32D192ED03 ^ place * _GOLDEN) & _MASK
+        self._state = (seed_word(seed) ^ request_id * 0xD1B54A32D192ED03 ^ place * _GOLDEN) & _MASK
 
     def below(self, limit: int) -> int:
         """A whole number from 0 to `limit - 1`."""
@@ -117,7 +122,7 @@ class DraftAcceptance:
 
     def accepted(self, request_id: int, position: int, drafts: int) -> int:
         """How many of the `drafts` draft tokens after `position` are accepted."""
-        draw = SplitMix64(self.seed, request_id, _DRAFTS + position)
+        draw = SplitMix64(self.seed, request_id, FIRST_DRAFT + position)
         count = 0
         while count < drafts and draw.happens(self.share):
             count += 1

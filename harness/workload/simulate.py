@@ -21,6 +21,7 @@ from harness.compiled.numba_edge import is_available, is_cached
 from harness.compiled.replay import (
     Branches,
     CompiledReplay,
+    Drafts,
     Keeping,
     PlainPool,
     PlainRequests,
@@ -53,13 +54,8 @@ LOADING_S, COMPILING_S = (
     1.0,
     50.0,
 )  # CPU-seconds of loading compiled code from the disk, and of compiling it once
-PLAIN_S, SHARED_S, SAMPLES_S, GROUPS_S, BEAMS_S = (
-    2e-4,
-    3e-4,
-    6e-4,
-    4e-3,
-    1e-2,
-)  # of a request in the policy core
+PLAIN_S, SHARED_S, SAMPLES_S, DRAFTS_S, GROUPS_S, BEAMS_S = 2e-4, 3e-4, 6e-4, 1e-3, 4e-3, 1e-2
+"""CPU-seconds that the policy core takes for a request (`benchmarks/test_replay.py`)."""
 
 
 def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
@@ -76,6 +72,7 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
     if reason is None:
         waiting = _waiting(point.workload.traffic, rows)
         requests = plain_requests(rows, _named_blocks(point), _branches(point, cost), waiting)
+        requests = replace(requests, drafts=_drafts(point, cost))
         return [replay_of(point, requests, cost) for _ in range(point.replicas)]
     if mode is Compiled.always:
         raise _refusal(reason)
@@ -101,12 +98,14 @@ _LEFT_TO_CORE: list[float] = []  # CPU-seconds of each replay that could have be
 
 
 def _seconds_in_core(point: Point) -> float:
-    """CPU-seconds that the policy core takes for a request, roughly (`benchmarks/test_replay.py`)."""
+    """CPU-seconds that the policy core takes for a request, roughly."""
     decodings = _decodings(point)
     if any(decoding.mode is Decoding.beam for decoding in decodings):
         return BEAMS_S
     if point.pool.groups is not None:
         return GROUPS_S
+    if any(decoding.speculation for decoding in decodings):
+        return DRAFTS_S
     if any(decoding.width > 1 for decoding in decodings):
         return SAMPLES_S
     return SHARED_S if point.may_share else PLAIN_S
@@ -235,6 +234,12 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
     )
     asynchronous = point.deployment.scheduler.async_scheduling
     return CompiledReplay(requests, point.limits, memory, prices, asynchronous=asynchronous)
+
+
+def _drafts(point: Point, cost: CostModel) -> Drafts | None:
+    """The drafts of every request; None where they have none."""
+    found = next((each.speculation for each in _decodings(point) if each.speculation), None)
+    return Drafts(found.tokens, point.workload.drawn.accepted(cost.source)) if found else None
 
 
 def _grouping(point: Point) -> Grouping | None:

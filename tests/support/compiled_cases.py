@@ -16,7 +16,7 @@ from engine.core.options import (
     Retention,
     SchedulerLimits,
 )
-from engine.core.request import Request
+from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
@@ -79,6 +79,7 @@ COSTS: dict[str, CostModel] = {
     "experts": RooflineCost(replace(SHAPE, experts=Experts(16, 2, 96, shared=32, dense_layers=1)), DEVICE),
     "block size": RooflineCost(SHAPE, replace(DEVICE, block_size_factor=1.07)),
     "windows": RooflineCost(replace(SHAPE, window=16, windowed_layers=3), DEVICE),
+    "drafts": RooflineCost(SHAPE, DEVICE, replace(SHAPE, layers=1)),
     "latent": RooflineCost(replace(SHAPE, latent=LatentKV(64, 16, 32)), DEVICE),
     "fitted": fitted(),
     "paced": PacedCost(fitted(), 1.37),
@@ -131,6 +132,25 @@ def sharing(draw: st.DrawFn) -> Sharing:
     gaps, output = (np.array([row[place] for row in rows], dtype=np.int64) for place in (0, 3))
     requests = PlainRequests(np.arange(len(rows)) * 3 + 7, np.cumsum(gaps), prompt, output)
     return Sharing(requests, segments, [row[4] for row in rows])
+
+
+def crowded(seed: int) -> Sharing:
+    """Prompts of a few texts and of their beginnings, which come faster than they are served."""
+    draw, count = np.random.default_rng(seed), 60
+    texts: list[list[tuple[int | None, int]]] = []
+    for _ in range(count):
+        whole = draw.random(3) < 0.7
+        keys = range(draw.integers(0, 4))
+        keyed = [(key, 24 if whole[key] else int(draw.integers(1, 24))) for key in keys]
+        texts.append([*keyed, (None, int(draw.integers(1, 40)))])
+    requests = PlainRequests(
+        np.arange(count) * 3 + 7,
+        np.cumsum(draw.integers(0, 3_000_000, count)),
+        np.array([sum(tokens for _, tokens in prompt) for prompt in texts], dtype=np.int64),
+        draw.integers(1, 90, count),
+        priority=draw.integers(0, 3, count),
+    )
+    return Sharing(requests, texts, [""] * count)
 
 
 GENEALOGY = BeamGenealogy({2: 0.3, 4: 0.45}, evenness={2: 1.5, 3: 0.2})
@@ -195,8 +215,9 @@ def core_requests(requests: PlainRequests, shared: Sharing | None = None) -> lis
     rows = list(zip(*(column.tolist() for column in columns), strict=True))
     segments = [[(None, row[2])] for row in rows] if shared is None else shared.segments
     salts = [""] * len(rows) if shared is None else shared.salts
+    drafts = Speculation(requests.drafts.tokens) if requests.drafts else None
     return [
-        TimedRequest(Request(i, p, o, *decoding, identity=KeyIdentity(i, s, salt), priority=priority), at)
+        TimedRequest(Request(i, p, o, *decoding, KeyIdentity(i, s, salt), priority, drafts), at)
         for (i, at, p, o, priority), s, salt, decoding in zip(
             rows, segments, salts, decodings_of(requests), strict=True
         )
@@ -252,7 +273,10 @@ def core_log(
     asynchronous: bool = False,
 ) -> RunLog:
     live: dict[int, Request] = {}
-    executor = SimulatedExecutor(cost, live, pool.block_size, GENEALOGY, window=pool.window)
+    accepted = requests.drafts.acceptance if requests.drafts else None
+    executor = SimulatedExecutor(
+        cost, live, pool.block_size, GENEALOGY, window=pool.window, acceptance=accepted
+    )
     arrivals, scheduler = arrivals_of(requests, core_requests(requests, shared)), core_parts(limits, pool)
     groups = layer_groups(scheduler.manager)
     wastes = [Wastes(groups.account)] if groups else []

@@ -19,6 +19,7 @@ from compiled_cases import (
     core_log,
     core_parts,
     core_requests,
+    crowded,
     log_of,
     new_fold,
     sharing,
@@ -42,6 +43,7 @@ from engine.core.request import Request
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import (
     CompiledReplay,
+    Drafts,
     Keeping,
     PlainPool,
     PlainRequests,
@@ -54,6 +56,7 @@ from harness.replay.arrivals import (
     TimeSpanError,
 )
 from harness.replay.beams import BeamGenealogy
+from harness.replay.branches import DraftAcceptance
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.folds import RunFold
 from harness.replay.loop import Replay
@@ -120,6 +123,39 @@ def test_cached_blocks_are_kept_by_the_rules_of_the_core(
     scheduler, timed = core_parts(limits, pool, queue), core_requests(requests, shared)
     expected = play(timed, scheduler, executor, live=live, env=env)
     found = compiled_replay(requests, limits, replace(pool, keeping=keeping), COSTS["expected"])
+    assert_same(log_of(found, pool), expected)
+
+
+ACCEPTANCE = st.none() | st.builds(DraftAcceptance, st.sampled_from([0.0, 0.5, 0.9, 1.0]), st.integers(0, 99))
+
+
+@settings(max_examples=tier(30, 400))
+@given(
+    st.data(),
+    sharing() | st.integers(0, 10**6).map(crowded),
+    LIMITS,
+    POOLS,
+    st.integers(1, 5),
+    ACCEPTANCE,
+    st.booleans(),
+)
+def test_drafts_are_drawn_scheduled_and_priced_as_the_core_does(
+    data: st.DataObject,
+    shared: Sharing,
+    limits: SchedulerLimits,
+    pool: PlainPool,
+    tokens: int,
+    acceptance: DraftAcceptance | None,
+    asynchronous: bool,
+) -> None:
+    count = len(shared.salts)
+    priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
+    requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
+    requests = replace(requests, drafts=Drafts(tokens, acceptance))
+    cost = COSTS[data.draw(st.sampled_from(["drafts", "fitted"]))]
+    found = compiled_replay(requests, limits, pool, cost, asynchronous=asynchronous)
+    expected = core_log(requests, limits, pool, cost, shared, asynchronous=asynchronous)
     assert_same(log_of(found, pool), expected)
 
 

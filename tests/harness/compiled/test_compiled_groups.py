@@ -11,6 +11,7 @@ from compiled_cases import (
     assert_same,
     compiled_replay,
     core_log,
+    crowded,
     new_fold,
     sharing,
     waiting,
@@ -74,25 +75,6 @@ def test_layers_in_groups_are_replayed_and_accounted_for_as_the_core_does(
     pool = grouped(pool, windows, rule, every)
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     assert_same_groups(requests, limits, pool, shared)
-
-
-def crowded(seed: int) -> Sharing:
-    """Prompts of a few texts and of their beginnings, which come faster than they are served."""
-    draw, count = np.random.default_rng(seed), 60
-    texts: list[list[tuple[int | None, int]]] = []
-    for _ in range(count):
-        whole = draw.random(3) < 0.7
-        keys = range(draw.integers(0, 4))
-        keyed = [(key, 24 if whole[key] else int(draw.integers(1, 24))) for key in keys]
-        texts.append([*keyed, (None, int(draw.integers(1, 40)))])
-    requests = PlainRequests(
-        np.arange(count) * 3 + 7,
-        np.cumsum(draw.integers(0, 3_000_000, count)),
-        np.array([sum(tokens for _, tokens in prompt) for prompt in texts], dtype=np.int64),
-        draw.integers(1, 90, count),
-        priority=draw.integers(0, 3, count),
-    )
-    return Sharing(requests, texts, [""] * count)
 
 
 @settings(max_examples=tier(8, 200))
