@@ -29,7 +29,7 @@ SETTINGS = (
 PLAIN = ("device=a100_80gb", "workload.request_rate=6.45")
 SHARED = ("device=h100", "workload.request_rate=20", "workload.prefix_share=0.5")
 FULL = (*SHARED, "workload.request_rate=60", "cache.pool_tokens=131072")  # more than the pool can hold
-COMPILED = {
+FAMILIES = {
     "plain": PLAIN,
     "shared": SHARED,
     "samples": ("decoding=sample", *SHARED),
@@ -43,10 +43,6 @@ COMPILED = {
     "pinned": (*FULL, "cache.keep=pin"),
     "swap": (*FULL, "scheduler.preemption=swap", "cache.host_tokens=65536"),
     "4 replicas": (*SHARED, "device.data_parallel=4", "workload.request_rate=80"),
-}
-"""What can be replayed in machine code, too."""
-FAMILIES = {
-    **COMPILED,
     "drafts": (*SHARED, "decoding=speculative", "decoding.acceptance=0.7"),
     "groups of gpt-oss": (*SHARED, "model=gpt_oss_20b", "cache.groups=uniform"),
     "groups of Gemma 3": (*SHARED, "model=gemma3_12b", "cache.groups=uniform"),
@@ -91,7 +87,7 @@ def test_core(benchmark: Any, requests: int, family: str) -> None:
     replayed(benchmark, family, requests, "never")
 
 
-@pytest.mark.parametrize("family", COMPILED)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_compiled(benchmark: Any, requests: int, family: str) -> None:
     """In machine code."""
     pytest.importorskip("numba")
