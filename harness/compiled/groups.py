@@ -263,7 +263,7 @@ def unfillable(state: ReplayState, row: int) -> int:
 
 @called
 def release_behind(state: ReplayState, row: int) -> None:
-    """Release the blocks of `row` that its windows have left: those that it computed, then those that it found."""
+    """Release the blocks of `row` that its windows have left."""
     batch, tables, size = state.batch, state.groups, state.rules.block_size
     slot, due = batch.slot[row], _NO_WINDOW
     for group in range(state.rules.groups):
@@ -273,9 +273,7 @@ def release_behind(state: ReplayState, row: int) -> None:
         held = tables.held[slot, group]
         left = left_behind(state, group, batch.computed[row], batch.blocks[row])
         if left > held:
-            found = min(max(held, tables.hits[slot]), left)
-            release_pages(state, row, group, found, left, True)
-            release_pages(state, row, group, held, found, True)
+            release_pages(state, row, group, held, left, True)
             tables.held[slot, group] = left
         due = min(due, (max(held, left) + 1) * size + window - 1)
     tables.due[slot] = due
