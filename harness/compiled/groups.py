@@ -258,7 +258,7 @@ def take_pages(state: ReplayState, row: int, lacking: int) -> None:
 def unfillable(state: ReplayState, row: int) -> int:
     """Tokens of the last block of `row` that are never written."""
     end = state.batch.blocks[row] * state.rules.block_size
-    return max(0, end - final_tokens(state, state.batch.request[row]))
+    return int(max(0, end - final_tokens(state, state.batch.request[row])))
 
 
 @called

@@ -394,7 +394,7 @@ def new_state(
         EvictionList(np.arange(nodes), np.arange(nodes), *_columns(1, nodes if rules.keep == TTL else 0)),
         beams,
         _group_tables(rules, numbers, inputs.names),
-        StepLog(
+        StepLog(  # type: ignore[call-arg]
             np.zeros((log_steps, len(STEP_RECORD)), dtype=np.int64),
             np.zeros(log_steps),
             *_columns(2, gaps),
@@ -421,7 +421,7 @@ def _group_tables(rules: Rules, numbers: int, names: NameArray) -> GroupTables:
     groups, slots = rules.groups, rules.max_rows if rules.groups else 0
     named = numbers if groups else 0
     distinct = (int(names.max()) + 1) * groups if len(names) else 0
-    return GroupTables(
+    return GroupTables(  # type: ignore[call-arg]
         np.zeros((slots, groups), dtype=np.int64),
         *_columns(3, slots),
         *_columns(2, groups),
