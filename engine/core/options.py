@@ -165,11 +165,12 @@ class SchedulerOptions:
 class SchedulerLimits(SchedulerOptions):
     """The options of a scheduler, checked, with the longest sequence allowed. Do not change them after construction.
 
-    `max_model_len` bounds prompt and output together, in tokens; None: unbounded. Raises CoreError on a value out of
-    range.
+    `max_model_len` bounds prompt and output together, in tokens; None: unbounded. With `ahead` a step is scheduled
+    while the one before it runs, so what that one ends keeps its blocks. Raises CoreError on a value out of range.
     """
 
     max_model_len: int | None = None
+    ahead: bool = False
 
     @property
     def most_chunk(self) -> int:

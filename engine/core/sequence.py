@@ -88,7 +88,7 @@ class SequenceState:
 class ScheduledRow(NamedTuple):
     """What one sequence computes in the current step; the last `drafts` of its query tokens are draft tokens.
 
-    Slots for `ahead` more tokens are reserved.
+    Slots for `ahead` more tokens are reserved. The last `unseen` tokens are not known yet when the step is scheduled.
     """
 
     sequence: SequenceState
@@ -96,6 +96,7 @@ class ScheduledRow(NamedTuple):
     samples: bool
     drafts: int = 0
     ahead: int = 0
+    unseen: int = 0
 
 
 class Group:
@@ -111,8 +112,10 @@ class Group:
         "_clock",
         "block_hashes",
         "branches",
+        "decoded",
         "draft",
         "drafted",
+        "entered",
         "forked",
         "key",
         "lost",
@@ -134,6 +137,8 @@ class Group:
         # by group of layers: of the prompt's full blocks, once looked up
         self.block_hashes: dict[int | None, Sequence[BlockHash]] = {}
         self.private: list[int] = []  # numbers of private blocks that preemptions left in the cache
+        self.decoded = -1  # the last step that computed a token which the step before had chosen
+        self.entered = 0  # its place in the order of admission
         self.forked = False
         self.lost = 0  # tokens whose KV a preemption dropped; set until the group is admitted again
         self.rows: list[ScheduledRow] = []  # what its sequences compute in the current step

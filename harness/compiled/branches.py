@@ -227,25 +227,31 @@ def common_places(state: ReplayState, slot: int, one: int, other: int, length: i
 
 
 @jitable
-def release_row(state: ReplayState, row: int, is_found: bool) -> None:
-    """Release all blocks of `row`, and its slot; `is_found`: its request may come back for what stays cached."""
+def release_row(state: ReplayState, row: int, is_found: bool, unseen: int) -> None:
+    """Release all blocks of `row`, and its slot; `is_found`: its request may come back for what stays cached.
+
+    Nobody has seen its last `unseen` tokens.
+    """
     if state.rules.groups:
         release_tables(state, row, is_found)
     else:
-        release(state, row, kept_blocks(state, row), is_found)
+        release(state, row, kept_blocks(state, row, unseen), is_found)
     if state.batch.slot[row] != NEVER:
         state.beams.spare_slots[state.at[SLOTS]] = state.batch.slot[row]
         state.at[SLOTS] += 1
 
 
 @jitable
-def kept_blocks(state: ReplayState, row: int) -> int:
-    """Blocks without a name that stay cached when `row` is released: full ones, but not those that beams generated."""
+def kept_blocks(state: ReplayState, row: int, unseen: int) -> int:
+    """Blocks without a name that stay cached when `row` is released: full ones, but not those that beams generated.
+
+    The last `unseen` tokens do not count.
+    """
     batch, size = state.batch, state.rules.block_size
     if not state.rules.keeps:
         return 0
     if batch.branches[row] == 1:
-        full = batch.computed[row] // size
+        full = (batch.computed[row] - unseen) // size
         return int(
             max(0, (min(full, first_own(state, row)) if is_beam(state, row) else full) - batch.named[row])
         )
@@ -253,7 +259,7 @@ def kept_blocks(state: ReplayState, row: int) -> int:
     kept = shared - batch.named[row]
     if not is_beam(state, row):
         for branch in range(batch.branches[row]):
-            kept += branch_tokens(state, row, branch, 0) // size - shared
+            kept += (branch_tokens(state, row, branch, 0) - unseen) // size - shared
     return int(kept)
 
 

@@ -4,19 +4,21 @@ It does what `engine.core.scheduling.commit` and the recorder do, in one pass.
 """
 
 from harness.compiled.arriving import note_end
-from harness.compiled.branches import fork, is_beam, release_row, reparent
+from harness.compiled.branches import fork, is_beam, reparent
 from harness.compiled.drafts import kept_drafts
 from harness.compiled.groups import log_waste, lost_slots
 from harness.compiled.numba_edge import jitable
 from harness.compiled.pool import blocks_of
-from harness.compiled.scheduling import lacking_tokens, move, samples
+from harness.compiled.scheduling import lacking_tokens, move, release_ended, samples, wait_for_end
 from harness.compiled.state import (
     ADMITTED,
     CACHED,
     COPIES,
     EMPTY,
+    ENDING,
     ENTRIES,
     GAPS,
+    GONE,
     HEAD,
     HITS,
     INTERNAL,
@@ -25,13 +27,13 @@ from harness.compiled.state import (
     NOW,
     PREEMPTED,
     RUNNING,
-    SEQUENCES,
     STEADY,
     STEADY_ROWS,
     STEPS,
     SWAPPED,
     TAIL,
     TAKEN,
+    UNDER_WAY,
     VOIDED,
     WRITTEN,
     ReplayState,
@@ -63,8 +65,8 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.preempted] = at[PREEMPTED]
     record[COLUMN.admitted] = at[ADMITTED]
     record[COLUMN.hit_tokens] = at[HITS]
-    record[COLUMN.running] = at[RUNNING]
-    record[COLUMN.waiting] = at[TAIL] - at[HEAD] + at[SWAPPED]
+    record[COLUMN.running] = at[RUNNING] + at[ENDING]
+    record[COLUMN.waiting] = at[TAIL] - at[HEAD] + at[SWAPPED] + at[GONE]
     record[COLUMN.token] = at[WRITTEN]
     record[COLUMN.cached] = at[CACHED] * size
     record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL] - lost
@@ -74,7 +76,7 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.physical_blocks] = used
     state.log.attention_s[at[STEPS]] = attention_s
     at[STEPS] += 1
-    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = at[MOVED] = 0
+    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = at[MOVED] = at[GONE] = 0
 
 
 @jitable
@@ -82,8 +84,14 @@ def commit(state: ReplayState, end: int) -> None:
     """End the step at `end` ns: rows advance, finished rows leave, and leading rows that only decode become steady."""
     at, batch = state.at, state.batch
     together, kept, steady, verified = 0, 0, at[STEADY], 0
+    if at[ENDING]:
+        wait_for_end(state)
+    at[UNDER_WAY] = state.rules.ahead
     for row in range(at[RUNNING]):
         has_token = row < steady or samples(state, row)
+        batch.unseen[row] = batch.chose[row] if batch.query[row] else 0
+        if batch.query[row]:
+            batch.chose[row] = has_token
         if row >= steady and batch.behind[row]:
             advance_behind(state, row)
         else:
@@ -172,10 +180,13 @@ def log_gap(state: ReplayState, ns: int, weight: int) -> None:
 @jitable
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
-    state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
-    release_row(state, row, False)
     state.requests.finish[state.batch.request[row]] = end
     note_end(state, state.batch.request[row], end)
+    if state.rules.ahead:
+        move(state, row, state.rules.max_rows + state.at[ENDING])
+        state.at[ENDING] += 1
+    else:
+        release_ended(state, row, 0)
 
 
 @jitable

@@ -16,9 +16,10 @@ from harness.compiled.grouping import Grouping, Waste, no_layers
 from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import compiled, jitable
 from harness.compiled.pricing import note_prefill, price, write_features
-from harness.compiled.scheduling import continue_running, swap_in_and_admit
+from harness.compiled.scheduling import continue_running, has_rows, swap_in_and_admit, wait_for_end
 from harness.compiled.state import (
     ENDED,
+    ENDING,
     GAPS,
     HEAD,
     HOST,
@@ -99,6 +100,8 @@ def advance(state: ReplayState, num_blocks: int) -> int:
             if not step(state, num_blocks):
                 return TOO_LONG
             continue
+        if at[ENDING]:
+            wait_for_end(state)
         due = next_arrival(state)
         if due == NEVER:
             return DONE
@@ -109,9 +112,18 @@ def advance(state: ReplayState, num_blocks: int) -> int:
 @jitable
 def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
-    continue_running(state)
-    if not state.at[PREEMPTED]:
-        swap_in_and_admit(state)
+    preempted = 0
+    for waits in range(2):
+        continue_running(state)
+        if not state.at[PREEMPTED]:
+            swap_in_and_admit(state)
+        if waits or not state.at[ENDING] or has_rows(state):
+            break
+        preempted, state.at[PREEMPTED] = state.at[PREEMPTED], 0  # as the scheduler's `waited`
+        wait_for_end(state)
+        state.at[SEEN] = state.at[NOW]
+        take_arrivals(state)
+    state.at[PREEMPTED] += preempted
     write_features(state, num_blocks)
     seconds, attention_s = price(state)
     if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
@@ -120,7 +132,7 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     log_step(state, num_blocks, took_ns, attention_s)
     note_prefill(state)
     commit(state, state.at[NOW] + took_ns)
-    state.at[SEEN] = state.at[NOW] if state.rules.ahead else state.at[NOW] + took_ns
+    state.at[SEEN] = state.at[NOW] if state.rules.delayed else state.at[NOW] + took_ns
     state.at[NOW] += took_ns
     return True
 
@@ -362,7 +374,8 @@ def _rules(
         watermark_blocks=int(limits.watermark * (pool.num_blocks + 1)),
         block_size=pool.block_size,
         keeps=int(pool.keeps),
-        ahead=int(asynchronous),
+        delayed=int(asynchronous),
+        ahead=int(limits.ahead),
         ordered=int(limits.policy is Scheduling.priority or limits.preemption is Preemption.swap),
         by_priority=int(limits.policy is Scheduling.priority),
         swaps=int(limits.preemption is Preemption.swap),

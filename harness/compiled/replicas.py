@@ -7,7 +7,7 @@ and each replica is replayed on its own from reading to reading.
 from collections.abc import Sequence
 
 from harness.compiled.replay import DONE, FOREVER, CompiledReplay
-from harness.compiled.state import COMING, HEAD, NOW, RUNNING, SEEN, SWAPPED, TAIL
+from harness.compiled.state import COMING, ENDING, HEAD, NOW, RUNNING, SEEN, SWAPPED, TAIL
 from harness.replay.folds import Fold
 from harness.replay.replicas import REFRESH_NS, WAITING_WEIGHT
 
@@ -50,7 +50,8 @@ def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> No
         if at_ns >= refresh_ns:
             _advance_before(replicas, at_ns)
             scores = [
-                WAITING_WEIGHT * int(each.at[TAIL] - each.at[HEAD] + each.at[SWAPPED]) + int(each.at[RUNNING])
+                WAITING_WEIGHT * int(each.at[TAIL] - each.at[HEAD] + each.at[SWAPPED])
+                + int(each.at[RUNNING] + each.at[ENDING])
                 for each in replicas
             ]
             refresh_ns = at_ns + REFRESH_NS

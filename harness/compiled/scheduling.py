@@ -27,6 +27,9 @@ from harness.compiled.pool import (
 from harness.compiled.state import (
     ADMITTED,
     BUDGET,
+    ENDING,
+    ENTERED,
+    GONE,
     HEAD,
     HITS,
     HOST,
@@ -40,6 +43,7 @@ from harness.compiled.state import (
     SWAPPED,
     TAIL,
     TAKEN,
+    UNDER_WAY,
     WRITTEN,
     ReplayState,
 )
@@ -81,7 +85,7 @@ def asked_blocks(state: ReplayState, request: int) -> int:
 @jitable
 def prefill_cap(state: ReplayState) -> int:
     """The largest chunk of one prompt: a lone request gets the whole budget."""
-    alone = state.at[RUNNING] + state.at[TAIL] - state.at[HEAD] <= 1
+    alone = state.at[RUNNING] + state.at[ENDING] + state.at[TAIL] - state.at[HEAD] <= 1
     return state.rules.budget if alone or not state.rules.prefill_cap else state.rules.prefill_cap
 
 
@@ -116,6 +120,8 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
     at, is_steady = state.at, row < state.at[STEADY]
     needed = needed_blocks(state, row, query)
     while needed > free_blocks(state):
+        if at[ENDING] and preempt_ended(state, row):
+            continue
         victim = last_in_queue(state, row) if state.rules.by_priority else at[RUNNING] - 1
         if victim < row:
             take_back(state, victim)
@@ -128,6 +134,62 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
         at[BUDGET] -= query if state.batch.behind[row] else query * state.batch.branches[row]
         at[BUDGET] -= state.rules.drafts > 0
     return row + 1
+
+
+@called
+def preempt_ended(state: ReplayState, row: int) -> bool:
+    """Preempt a request that has ended, if it is the one to preempt: it loses its blocks."""
+    at, batch = state.at, state.batch
+    first, last = state.rules.max_rows, state.rules.max_rows
+    by_priority = state.rules.by_priority
+    for other in range(first + 1, first + at[ENDING]):
+        if comes_later(state, other, last) if by_priority else batch.entered[other] > batch.entered[last]:
+            last = other
+    running = last_in_queue(state, row) if by_priority else at[RUNNING] - 1
+    if not (
+        comes_later(state, last, running) if by_priority else batch.entered[last] > batch.entered[running]
+    ):
+        return False
+    release_ended(state, last, at[UNDER_WAY] * batch.unseen[last])
+    at[ENDING] -= 1
+    at[PREEMPTED] += 1
+    at[GONE] += 1
+    for place in range(last, first + at[ENDING]):
+        move(state, place + 1, place)
+    return True
+
+
+@jitable
+def comes_later(state: ReplayState, row: int, other: int) -> bool:
+    """Whether `row` is after `other` in queue order."""
+    one, best = state.batch.request[row], state.batch.request[other]
+    priority, place = state.inputs.priority, state.requests.place
+    return bool((priority[one], place[one]) > (priority[best], place[best]))
+
+
+@called
+def release_ended(state: ReplayState, row: int, unseen: int) -> None:
+    """`row` has ended: release its blocks, of which those with its last `unseen` tokens are not kept."""
+    state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
+    release_row(state, row, False, unseen)
+
+
+@called
+def wait_for_end(state: ReplayState) -> None:
+    """The step under way is over: what the one before it ended is released."""
+    at, first = state.at, state.rules.max_rows
+    for row in range(first, first + at[ENDING]):
+        release_ended(state, row, 0)
+    at[ENDING] = at[GONE] = at[UNDER_WAY] = 0
+
+
+@jitable
+def has_rows(state: ReplayState) -> bool:
+    """Whether the step under way computes anything."""
+    rows = 0
+    for row in range(state.at[RUNNING]):
+        rows += state.batch.query[row]
+    return rows > 0
 
 
 @jitable
@@ -204,7 +266,8 @@ def preempt(state: ReplayState, row: int) -> None:
     for branch in range(batch.branches[row]):
         requests.lost[request] += branch_tokens(state, row, branch, 0)
     swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[HOST]
-    release_row(state, row, not swaps)
+    unseen = 0 if swaps else at[UNDER_WAY] * batch.unseen[row]
+    release_row(state, row, not swaps, unseen)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.preemptions[request] += 1
@@ -245,7 +308,9 @@ def may_return(state: ReplayState) -> bool:
     request = state.swapped.request[0]
     computed = state.requests.lost[request]
     needed = (
-        blocks_of(computed, size) + (computed % size == 0) + (rules.watermark_blocks if at[RUNNING] else 0)
+        blocks_of(computed, size)
+        + (computed % size == 0)
+        + (rules.watermark_blocks if at[RUNNING] + at[ENDING] else 0)
     )
     has_room = at[SEQUENCES] + state.inputs.width[request] <= rules.max_running
     return bool(has_room and needed <= free_blocks(state))
@@ -278,7 +343,9 @@ def place_row(state: ReplayState, request: int) -> None:
     """`request`, which has one branch, becomes the last row; it has no blocks yet."""
     at, batch, row = state.at, state.batch, state.at[RUNNING]
     at[RUNNING] += 1
+    at[ENTERED] += 1
     at[SEQUENCES] += state.inputs.width[request]
+    batch.entered[row], batch.chose[row], batch.unseen[row] = at[ENTERED], 0, 0
     batch.request[row] = request
     batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
     batch.generated[row], batch.proposes[row] = state.requests.generated[request], 0
@@ -314,7 +381,7 @@ def may_enter(state: ReplayState) -> bool:
     if width > 1:
         tokens = state.inputs.prompt[request]
     asked, first = asked_blocks(state, request), min(budget, prefill_cap(state))
-    spare = rules.watermark_blocks if at[RUNNING] else 0
+    spare = rules.watermark_blocks if at[RUNNING] + at[ENDING] else 0
     if rules.groups:
         hits, _ = find_prefix(state, request, asked)
         cached = hits * rules.block_size

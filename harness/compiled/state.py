@@ -46,7 +46,11 @@ BUDGET = 31  # query tokens that the step under way can still take
 SWAPPED = 32  # requests whose blocks are in host memory
 HOST = 33  # free blocks there
 MOVED = 34  # blocks moved between device and host in the step under way
-NUM_SCALARS = 35
+ENDING = 35  # requests that have all their tokens, and keep their blocks until the next step is scheduled
+GONE = 36  # of those, preempted in the step under way
+ENTERED = 37  # requests that have entered the batch
+UNDER_WAY = 38  # whether a step runs whose tokens are not known
+NUM_SCALARS = 39
 
 _COUNTED = (
     "generated",
@@ -98,9 +102,10 @@ class RequestInputs(NamedTuple):
 class Rules(NamedTuple):
     """Limits of the scheduler and the pool. `prefill_cap` 0 is none; flags are 0 or 1.
 
-    With `ahead` a step is scheduled while the one before it runs. With `by_priority` the request that is last in queue
-    order is preempted, else the one that was admitted last. With `ordered` requests may come back in another order than
-    that of their preemptions. With `swaps` preempted ones are saved in host memory as far as there is room.
+    With `delayed` a step sees arrivals until the one before it began. With `ahead` it is scheduled then, so what that
+    one ends keeps its blocks. With `by_priority` the request that is last in queue order is preempted, else that which
+    was admitted last. With `ordered` requests may come back in another order than that of their preemptions. With
+    `swaps` preempted ones are saved in host memory as far as there is room.
     """
 
     budget: int
@@ -112,6 +117,7 @@ class Rules(NamedTuple):
     watermark_blocks: int
     block_size: int
     keeps: int  # whether released blocks stay findable until they are taken again
+    delayed: int
     ahead: int
     ordered: int
     by_priority: int
@@ -165,6 +171,8 @@ class Prices(NamedTuple):
 class Batch(NamedTuple):
     """The running requests in order of admission, each int64 `[max_rows]`. Their branches have equally many tokens.
 
+    Where steps are scheduled ahead there are as many rows more, for those that have ended (`ENDING`).
+
     But after a preemption branches compute their generated tokens again, one branch after the other: `behind` are those
     that they lack together. Until then `computed` and `blocks` are those of the prompt.
     """
@@ -184,6 +192,9 @@ class Batch(NamedTuple):
     drafts: IntArray  # draft tokens in the step under way
     right: IntArray  # how many of them are
     last_token: IntArray  # ns
+    entered: IntArray  # the place in the order of admission
+    chose: IntArray  # whether the last step gave it a token
+    unseen: IntArray  # tokens of the last step that the step before it chose
 
 
 class RequestStates(NamedTuple):
@@ -384,7 +395,7 @@ def new_state(
         np.zeros(features),
         np.zeros(1, dtype=np.uint64),
         drafting,
-        Batch(*_columns(len(Batch._fields), rows)),
+        Batch(*_columns(len(Batch._fields), 2 * rows if rules.ahead else rows)),
         states._replace(run=np.full(num_requests * tables, NEVER, dtype=np.int64)),
         Heap(*_columns(3, len(inputs.pause_ns))),
         Heap(*_columns(3, num_requests if rules.ordered else 0)),

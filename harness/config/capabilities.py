@@ -35,6 +35,7 @@ class Way(StrEnum):
     measured_groups = "set measure=false to predict alone, or cache.groups=off"
     replicas = "leave it out, or set device.data_parallel=1"
     client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
+    ahead = "leave it out, or set scheduler.async_frees_at_once=true"
     no_cache = "use cache.policy=paged cache.prefix_caching=true"
     no_rows = "use replay.records=true"
     compiled = "use replay.compiled=auto"
@@ -161,7 +162,8 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.measured_groups: "its tensors take no draft tokens"},
+        {Way.measured_groups: "its tensors take no draft tokens",
+         Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled"},
     ),
     Capability(
         "decoding.draft_tokens",
@@ -181,7 +183,8 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.branch_hazard",
         lambda a: a.decoding.branch_hazard or None,
-        {Way.compiled: "ends of sampled branches are drawn"},
+        {Way.compiled: "ends of sampled branches are drawn",
+         Way.ahead: "vLLM schedules one row more for what ends before its last token, which is not modelled"},
     ),
     Capability(
         "decoding.beam_parents",
@@ -206,7 +209,8 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "scheduler.static_batch",
         lambda a: a.scheduler.static_batch or None,
-        {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches"},
+        {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches",
+         Way.ahead: "a static batch holds its blocks to its end"},
     ),
     Capability(
         "scheduler.adaptive_watermark",
@@ -230,8 +234,12 @@ TABLE: tuple[Capability, ...] = (
         lambda a: a.scheduler.async_scheduling or None,
         {
             Way.groups: "steps in flight would keep blocks behind a window for one step more",
-            Way.measured: "the engine that measures schedules a step when the one before it has ended",
         },
+    ),
+    Capability(
+        "scheduler.async_frees_at_once",
+        lambda a: _if(a.scheduler.async_scheduling, a.scheduler.async_frees_at_once or None),
+        {Way.oracle: "vLLM keeps the blocks of what a step ends until the next one is scheduled"},
     ),
     Capability(
         "cache.host_tokens",
@@ -376,6 +384,10 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
         ),
         Way.replicas: (
             config.device.data_parallel > 1, f"device.data_parallel={config.device.data_parallel}"
+        ),
+        Way.ahead: (
+            config.scheduler.async_scheduling and not config.scheduler.async_frees_at_once,
+            "scheduler.async_scheduling=true",
         ),
         Way.no_cache: (
             not config.cache.prefix_caching or config.cache.policy is not CachePolicy.paged,

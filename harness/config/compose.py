@@ -119,6 +119,9 @@ def normalise(config: RunConfig) -> RunConfig:
         else with_values(config.workload, widths=_NEUTRAL.workload.widths),
         "decoding": _decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
         "replay": _replay(config.replay),
+        "scheduler": config.scheduler
+        if config.scheduler.async_scheduling
+        else with_values(config.scheduler, async_frees_at_once=False),
         "execute": applicable(config.execute),
         "oracle": _oracle(config.oracle),
     }

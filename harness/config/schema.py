@@ -252,8 +252,9 @@ class SchedulerConfig(SchedulerOptions):
     order: str | None = None  # module:Class of your own queue order; null: by `policy`
     victim: str | None = None  # module:Class of your own choice of the request to preempt; null: by `policy`
     admission: str | None = None  # module:Class of your own admission rule; null: admit what fits
-    async_scheduling: bool = (
-        False  # schedule a step while the one before it runs; predicted alone (measure=false)
+    async_scheduling: bool = False  # schedule a step while the one before it runs
+    async_frees_at_once: bool = (
+        False  # then too what a step ends is free for the next, as PageTwin once had it
     )
 
 

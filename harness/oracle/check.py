@@ -82,13 +82,19 @@ def settings_of(
         "policy": str(limits.policy),
         "long_prefill_tokens": limits.long_prefill_tokens,
         "admit_whole_prompt": limits.admit_whole_prompt,
-        "async_scheduling": False,
+        "async_scheduling": limits.ahead,
         "max_model_len": (limits.max_model_len or longest) + 1,
     }
     if drafts:
         settings["draft_tokens"] = drafts
         settings["max_model_len"] = limits.max_model_len or longest + 2 * drafts
     return settings
+
+
+Question = Mapping[str, Any]
+"""`submit`: the requests that arrive before a step. `accepted`: how many drafts of each request are right in it.
+`idle`: whether no step was under way when the first of them arrived.
+"""
 
 
 class VllmProcess(Peer):
@@ -102,11 +108,9 @@ class VllmProcess(Peer):
         """Start with an empty pool; returns vLLM's version."""
         return str(self.ask({"settings": settings})["vllm"])
 
-    def step(self, arrived: Sequence[Mapping[str, Any]], accepted: Mapping[int, int]) -> Step:
-        """What vLLM decides in the next step, with these requests before it and so many drafts accepted in it."""
-        return Step.of(
-            self.ask({"submit": arrived, "accepted": accepted} if accepted else {"submit": arrived})
-        )
+    def step(self, question: Question) -> Step:
+        """What vLLM decides in the next step."""
+        return Step.of(self.ask(question))
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """The driver's answer. Raises ConfigError if it stopped."""
@@ -138,9 +142,13 @@ class NotedLru(LruQueue):
         return victims
 
 
+Observe = Callable[[Sequence[Request], Step, Question], None]
+
+
 class DecisionsObserver(Observer):
-    """Calls `observe(arrived, step, accepted)` after each step, with what was submitted before it, and how many drafts
-    of a request were accepted in it.
+    """Calls `observe(arrived, step, told)` after each step: what was submitted before it, and what vLLM is told of it.
+
+    Where steps are scheduled ahead, a step names the requests that the one before it has ended.
 
     The scheduler's manager must be paged and evict by `lru`. Steps must be taken one by one.
     """
@@ -149,7 +157,7 @@ class DecisionsObserver(Observer):
         self,
         scheduler: Scheduler,
         lru: NotedLru,
-        observe: Callable[[Sequence[Request], Step, Mapping[int, int]], None],
+        observe: Observe,
     ) -> None:
         self._scheduler = scheduler
         self._pool = cast(PagedManager, scheduler.manager).pool
@@ -159,6 +167,8 @@ class DecisionsObserver(Observer):
         self._ends: dict[int, int] = {}  # context after its row of the last step, by request
         self._blocks: dict[int, int] = {}  # entries of its table that were noted, by request
         self._noted = Step()
+        self._finished: list[int] = []  # by the last step
+        self._rests, self._idle = 0, False
 
     def arrived(self, request: Request, at_ns: int) -> None:
         """A request is submitted."""
@@ -167,15 +177,18 @@ class DecisionsObserver(Observer):
     def planned(self, now_ns: int, plan: StepPlan) -> None:
         """Note what the step decides."""
         self._noted = self._decisions(plan)
+        self._idle, self._rests = self._scheduler.rests > self._rests, self._scheduler.rests
 
     def committed(self, step: StepRecord) -> None:
         """Hand on what was noted."""
         for request_id in step.report.finished:
             self._ends.pop(request_id, None)
             del self._blocks[request_id]
-        self._noted.finished.extend(step.report.finished)
+        ended, self._finished = self._finished, list(step.report.finished)
+        self._noted.finished.extend(ended if self._scheduler.limits.ahead else self._finished)
         arrived, self._arrived = self._arrived, []
-        self._observe(arrived, self._noted, step.result.accepted)
+        told = {"accepted": step.result.accepted, "idle": self._idle}
+        self._observe(arrived, self._noted, {name: value for name, value in told.items() if value})
 
     def ended(self, request: Request, outcome: Outcome, at_ns: int, stats: RequestStats) -> None:
         """A request that was rejected was not submitted."""
@@ -248,7 +261,7 @@ class TokenRanges:
         return first, tokens
 
 
-StepOf = Callable[[Sequence[Any], Mapping[int, int]], Step]
+StepOf = Callable[[Question], Step]
 _FIXES = {
     Cause.block_ids: "which changes no other decision; compare with oracle.allow=block_ids",
     Cause.scheduled_victim: "under priority vLLM preempts requests that the step has already given tokens, PageTwin "
@@ -305,7 +318,8 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
     version = process.begin(
         settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest, drafts)
     )
-    checker = Checker(pool.block_size, TokenRanges(rows), process.step, point.oracle.allow)
+    allowed, ahead = point.oracle.allow, point.limits.ahead
+    checker = Checker(pool.block_size, TokenRanges(rows), process.step, allowed, ahead=ahead)
     lru, live = NotedLru(), dict[int, Request]()
     replay_point(
         point,
@@ -323,24 +337,30 @@ class Checker:
     """Gives each step to the other side and compares. `step_of` answers what it decides."""
 
     def __init__(
-        self, block_size: int, ranges: TokenRanges, step_of: StepOf, allowed: AllowedDifference
+        self,
+        block_size: int,
+        ranges: TokenRanges,
+        step_of: StepOf,
+        allowed: AllowedDifference,
+        *,
+        ahead: bool = False,
     ) -> None:
         self._ranges = ranges
         self._step_of = step_of
         self._allowed = allowed
-        self._comparison = Comparison(block_size, same_ids=not self._allows(Cause.block_ids))
+        self._comparison = Comparison(block_size, same_ids=not self._allows(Cause.block_ids), ahead=ahead)
         self._steps = 0
         self._stopped: str | None = None
 
     def _allows(self, cause: Cause | None) -> bool:
         return cause is not None and self._allowed in (AllowedDifference.all, cause)
 
-    def observe(self, arrived: Sequence[Request], step: Step, accepted: Mapping[int, int]) -> None:
+    def observe(self, arrived: Sequence[Request], step: Step, told: Question) -> None:
         """Our side decided `step`. Raises OracleError if the other side decides otherwise."""
         self._steps += 1
         if self._stopped is not None:
             return
-        theirs = self._step_of([self._ranges.wire(request) for request in arrived], accepted)
+        theirs = self._step_of({"submit": [self._ranges.wire(request) for request in arrived], **told})
         found = self._comparison.note(step, theirs)
         if found is None:
             return

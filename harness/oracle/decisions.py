@@ -86,12 +86,14 @@ _AFTER = ("finished", "running", "waiting", "free")
 class Comparison:
     """Compares the two sides step by step. `block_size` in tokens.
 
-    With `same_ids` the numbers of the blocks must be equal too. `equal_ids` counts the steps in which they are.
+    With `ahead` steps are scheduled ahead. With `same_ids` the numbers of the blocks must be equal too. `equal_ids`
+    counts the steps in which they are.
     `counts` sums what was compared.
     """
 
-    def __init__(self, block_size: int, *, same_ids: bool = True) -> None:
+    def __init__(self, block_size: int, *, same_ids: bool = True, ahead: bool = False) -> None:
         self.steps = 0
+        self._ahead = ahead
         self._same_ids = same_ids
         self.equal_ids = 0
         self.counts: Counter[str] = Counter()
@@ -135,6 +137,8 @@ class Comparison:
     def _blocks(self, ours: Step, theirs: Step) -> Difference | None:
         tables = self._tables
         tables.close(ours.preempted)
+        if self._ahead:  # they ended with the step before
+            tables.close(ours.finished)
         evicted = [tables.renamed(block) for block in theirs.evicted]
         if evicted != ours.evicted:
             return Difference(self.steps, "evicted blocks", ours.evicted, evicted)

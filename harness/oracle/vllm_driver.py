@@ -164,6 +164,10 @@ class Driver:
         self._scheduler, self._block_size = _new_scheduler(settings, config)
         self.asked = _asked(config, self._scheduler)
         self._caching, self._drafts = settings["prefix_caching"], settings.get("draft_tokens", 0)
+        self._ahead = settings["async_scheduling"]
+        self._under_way: Any = (
+            None  # a step, which of its requests get a token, the drafts that are right in it
+        )
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
         self._arrived = 0
@@ -228,25 +232,48 @@ class Driver:
             )
         )
 
-    def step(self, accepted: dict[str, int]) -> dict[str, Any]:
+    def step(self, accepted: dict[str, int], idle: bool) -> dict[str, Any]:
         """Schedule a step, and give its result: each request that has computed all of its tokens gets the next one, and
         as many more as draft tokens are `accepted`.
+
+        With async scheduling the result is given once the next step is scheduled, as `EngineCore.step_with_batch_queue`
+        does; what is answered ends with it. Before that, where the engine was `idle`, or nothing could be scheduled.
         """
+        finished = self._give_result() if idle else []
+        self._given.clear()
+        plan, preempted = self._scheduler.schedule(), set[str]()
+        if self._ahead and not plan.num_scheduled_tokens:
+            preempted = plan.preempted_req_ids or set()
+            finished += self._give_result()
+            self._under_way = plan, {}, {}
+            self._give_result()
+            plan = self._scheduler.schedule()
+        found = self._decisions(plan, preempted)
+        requests = self._scheduler.requests
+        chooses = {name: not requests[name].is_prefill_chunk for name in plan.num_scheduled_tokens}
+        if self._ahead:
+            finished += self._give_result()
+        self._under_way = plan, chooses, accepted
+        if not self._ahead:
+            finished += self._give_result()
+        for request_id in finished:
+            self._ends.pop(str(request_id), None)
+        return {**found, "finished": finished}
+
+    def _give_result(self) -> list[int]:
+        """Give the result of the step under way, if there is one; returns the requests that end with it."""
         from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
 
-        scheduler = self._scheduler
-        self._given.clear()
-        plan = scheduler.schedule()
-        found = self._decisions(plan)
-        names = list(plan.num_scheduled_tokens)
-        sampled = []
+        if self._under_way is None:
+            return []
+        (plan, chooses, accepted), self._under_way, scheduler = self._under_way, None, self._scheduler
+        names, sampled = list(chooses), []
         for name in names:
-            request = scheduler.requests[name]
-            complete = request.num_computed_tokens >= request.num_tokens
             drafts = plan.scheduled_spec_decode_tokens.get(name, ())
             right = min(accepted.get(name, 0), len(drafts)) if drafts and drafts[0] >= 0 else 0
-            first = self._outputs[name][0] + request.num_output_tokens
-            sampled.append([*range(first, first + 1 + right)] if complete else [])
+            request = scheduler.requests.get(name)
+            first = self._outputs[name][0] + (request.num_output_tokens if request else 0)
+            sampled.append([*range(first, first + 1 + right)] if chooses[name] else [])
         outputs = scheduler.update_from_output(
             plan,
             ModelRunnerOutput(
@@ -258,17 +285,14 @@ class Driver:
         if self._drafts:
             proposed = [[*range(1, 1 + self._drafts)] for _ in names]
             scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
-        found["finished"] = [
+        return [
             int(one.request_id)
             for batch in outputs.values()
             for one in batch.outputs
             if one.finish_reason is not None
         ]
-        for request_id in found["finished"]:
-            del self._ends[str(request_id)]
-        return found
 
-    def _decisions(self, plan: Any) -> dict[str, Any]:
+    def _decisions(self, plan: Any, preempted: set[str]) -> dict[str, Any]:
         scheduler = self._scheduler
         fresh = {one.req_id: one.block_ids[0] for one in plan.scheduled_new_reqs}
         cached = plan.scheduled_cached_reqs
@@ -288,7 +312,6 @@ class Driver:
             table = fresh.get(name, blocks.get(name))
             if table:
                 given.append([int(name), list(table)])
-        preempted = sorted(int(name) for name in plan.preempted_req_ids or ())
         running, waiting = scheduler.get_request_counts()
         paused = [int(one.request_id) for one in scheduler.running if one.request_id not in ends]
         self._ends = ends
@@ -301,7 +324,7 @@ class Driver:
             "rows": rows,
             "paused": paused,
             "admitted": admitted,
-            "preempted": preempted,
+            "preempted": sorted(int(name) for name in preempted | (plan.preempted_req_ids or set())),
             "blocks": given,
             "evicted": evicted,
             "running": running,
@@ -472,7 +495,7 @@ def main() -> int:
         assert driver is not None, "settings come first"
         for request in asked["submit"]:
             driver.submit(request)
-        return driver.step(asked.get("accepted", {}))
+        return driver.step(asked.get("accepted", {}), asked.get("idle", False))
 
     with tempfile.TemporaryDirectory() as folder:
         return serve(answer)

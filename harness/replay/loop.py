@@ -75,8 +75,8 @@ class Replay:
     after steps that end a request.
 
     With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
-    scheduler sees a request one step later, unless no step is running. Replays that share `env` run on one clock
-    (`start`, `close`).
+    scheduler (`SchedulerLimits.ahead`) sees a request one step later, unless no step is running. Replays that share
+    `env` run on one clock (`start`, `close`).
     """
 
     def __init__(
@@ -151,6 +151,7 @@ class Replay:
         if due is not None and due <= seen:
             self._submit(self._arrivals.take(seen))
         if not self._scheduler.has_work:
+            self._scheduler.rest()
             self._began_ns = None
         return self._scheduler.has_work
 
@@ -163,6 +164,13 @@ class Replay:
         if self._asynchronous and self._began_ns is not None:
             return self._began_ns
         return int(self._env.now)
+
+    def _waited(self) -> None:
+        """The step under way has ended before another one could be scheduled: that one knows of all that came."""
+        now = int(self._env.now)
+        due = self._arrivals.next_ns()
+        if due is not None and due <= now:
+            self._submit(self._arrivals.take(now))
 
     def _submit(self, arrived: Sequence[TimedRequest]) -> None:
         for timed in arrived:
@@ -192,7 +200,7 @@ class Replay:
     def plan(self) -> StepPlan:
         """Schedule the step that begins now."""
         self._executor.begin()
-        plan = self._scheduler.schedule(self._executor.max_steps)
+        plan = self._scheduler.schedule(self._executor.max_steps, self._waited)
         for look in self._planned:
             self._executor.unclocked(partial(look, self._env.now, plan))
         return plan

@@ -131,7 +131,8 @@ class RequestTimes:
             self._live[request_id].spared += spared
 
     def _pause(self, request_id: int) -> None:
-        if request_id not in self._paused and self._live[request_id].first_token != NEVER:
+        live = self._live.get(request_id)  # none where the step before has ended it
+        if request_id not in self._paused and live is not None and live.first_token != NEVER:
             self._paused[request_id] = self._last_end
 
     def _tokens(self, steady: Sequence[int], report: CommitReport, first_end: int, ns: list[int]) -> None:

@@ -284,7 +284,8 @@ def settings_text(config: RunConfig) -> str:
 def limits_of(scheduler: SchedulerConfig, max_model_len: int) -> SchedulerLimits:
     """The scheduler's limits, as the configuration says; `max_model_len` in tokens."""
     options = {option.name: getattr(scheduler, option.name) for option in fields(SchedulerOptions)}
-    return SchedulerLimits(**options, max_model_len=max_model_len)
+    ahead = scheduler.async_scheduling and not scheduler.async_frees_at_once
+    return SchedulerLimits(**options, max_model_len=max_model_len, ahead=ahead)
 
 
 def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:

@@ -194,11 +194,13 @@ LIMITS = st.builds(
     watermark=st.sampled_from([0.0, 0.1]),
     long_prefill_tokens=st.one_of(st.none(), st.integers(1, 20)),
     admit_whole_prompt=st.booleans(),
+    ahead=st.booleans(),
 ) | st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(20, 150),
     max_running=st.integers(1, 12),
     chunked_prefill=st.just(False),
+    ahead=st.booleans(),
 )
 POOLS = st.builds(
     PlainPool,

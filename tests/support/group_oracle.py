@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.paged import PagedManager
 from engine.core.options import GroupKind, StateMode
-from harness.oracle.check import StepOf, TokenRanges, VllmProcess, settings_of
+from harness.oracle.check import Question, StepOf, TokenRanges, VllmProcess, settings_of
 from harness.oracle.decisions import Step
 from traces.trace import Segment, TraceRequest
 
@@ -138,12 +138,11 @@ def compare(case: GroupCase, step_of: StepOf) -> Counter[str]:
         plan = scheduler.schedule()
         free = sum(share.pool.free_blocks for share in manager.groups.pages.shares)
         ours = _decisions(scheduler, plan, ends, free)
-        result = StepResult()
-        report = scheduler.commit(plan, result)
+        report = scheduler.commit(plan, StepResult())
         for request_id in report.finished:
             ends.pop(request_id)
         ours = replace(ours, finished=list(report.finished))
-        theirs = step_of(arrived, result.accepted)
+        theirs = step_of({"submit": arrived})
         for name in COMPARED:
             assert getattr(ours, name) == getattr(theirs, name), (
                 f"step {step}, {name}: {getattr(ours, name)} here, {getattr(theirs, name)} in vLLM"
@@ -196,7 +195,7 @@ def recording(family: str) -> StepOf:
     if head["settings"] != json.loads(json.dumps(recorded_case(family).settings)):
         raise ValueError(f"the recording of {family} is one of another workload: make it again")
     left = iter(steps)
-    return lambda arrived, accepted: Step.of(next(left))
+    return lambda question: Step.of(next(left))
 
 
 def begin(case: GroupCase, vllm: VllmProcess) -> Any:
@@ -224,8 +223,8 @@ def record(family: str, vllm: VllmProcess) -> Counter[str]:
     case, steps = recorded_case(family), list[Step]()
     version = begin(case, vllm)["vllm"]
 
-    def noted(arrived: Sequence[Any], accepted: Mapping[int, int]) -> Step:
-        steps.append(vllm.step(arrived, accepted))
+    def noted(question: Question) -> Step:
+        steps.append(vllm.step(question))
         return steps[-1]
 
     counts = compare(case, noted)

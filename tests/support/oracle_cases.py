@@ -10,7 +10,7 @@ import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
@@ -27,7 +27,9 @@ from harness.oracle.check import (
     Checker,
     DecisionsObserver,
     NotedLru,
+    Observe,
     OracleReport,
+    Question,
     StepOf,
     TokenRanges,
     VllmProcess,
@@ -46,7 +48,7 @@ NO_FEATURES = StepFeatures(*[0] * len(FEATURES))
 RECORDED = (0, 4, 7, 10, 13, 28, 33, 39)
 """Seeds of the recorded workloads."""
 
-FAMILIES = ("plain", "drafts", "samples")
+FAMILIES = ("plain", "drafts", "samples", "ahead")
 FIRST_SEED = tier(1000, 1000 * int(os.environ.get("PAGETWIN_SEED", datetime.now(UTC).toordinal())))
 """Of the workloads that are compared live: by night the date's."""
 
@@ -89,6 +91,7 @@ def random_case(seed: int, policy: Scheduling | None = None, family: str = "plai
         limits.long_prefill_tokens = draw.choice([8, 32, 100])
     longest = min(size * blocks, 400)
     texts = [Segment(key, draw.randint(1, longest)) for key in range(1, 7)]
+    limits.ahead = family == "ahead"
     drafts = draw.choice([1, 2, 4, 7]) if family == "drafts" else 0
     speculation = Speculation(drafts) if drafts else None
     if drafts and draw.random() < 0.3:
@@ -138,12 +141,12 @@ def checked(
 ) -> OracleReport:
     """Run a case through the policy core beside another side; raises OracleError at the first difference."""
     ranges = TokenRanges(case.rows)
-    checker = Checker(case.block_size, ranges, step_of, allowed)
+    checker = Checker(case.block_size, ranges, step_of, allowed, ahead=case.limits.ahead)
     run_watched(case, checker.observe)
     return checker.report(version)
 
 
-def run_watched(case: Case, observe: Callable[[Sequence[Request], Step, Mapping[int, int]], None]) -> None:
+def run_watched(case: Case, observe: Observe) -> None:
     """Run a case through the policy core; `observe` gets what arrived before each step, and what was decided in it."""
     acceptance = DraftAcceptance(0.6)
     lru = NotedLru()
@@ -152,6 +155,8 @@ def run_watched(case: Case, observe: Callable[[Sequence[Request], Step, Mapping[
     observer = DecisionsObserver(scheduler, lru, observe)
     left, step = list(zip(case.rows, case.before, strict=True)), 0
     while left or scheduler.has_work:
+        if not scheduler.has_work:
+            scheduler.rest()
         while left and (left[0][1] <= step or not scheduler.has_work):
             row, _ = left.pop(0)
             identity = KeyIdentity(row.request_id, row.segments, row.salt)
@@ -182,7 +187,7 @@ class RecordedVllm:
     def __init__(self, steps: Sequence[dict[str, Any]]) -> None:
         self._steps = iter(steps)
 
-    def step(self, arrived: Sequence[Any], accepted: Mapping[int, int]) -> Step:
+    def step(self, question: Question) -> Step:
         """The next recorded step. A side that takes more steps than vLLM took gets an empty one."""
         recorded = next(self._steps, None)
         return Step() if recorded is None else Step.of(recorded)
@@ -205,8 +210,8 @@ def record(seed: int, vllm: VllmProcess) -> Counter[str]:
     case, steps = random_case(seed), list[Step]()
     version = vllm.begin(case.settings)
 
-    def noted(arrived: Sequence[Any], accepted: Mapping[int, int]) -> Step:
-        steps.append(vllm.step(arrived, accepted))
+    def noted(question: Question) -> Step:
+        steps.append(vllm.step(question))
         return steps[-1]
 
     report = checked(case, noted, version=version)

@@ -373,7 +373,7 @@ class ContiguousManager(NeverSwaps):
         self._own(taker, run)
         return own
 
-    def preempt(self, group: Group) -> None:
+    def preempt(self, group: Group, unseen: int = 0) -> None:
         """Release all reservations of the group."""
         for sequence in reversed(group.holders):
             self.release(sequence)

@@ -154,8 +154,11 @@ class KVCacheManager(Protocol):
     def release(self, sequence: SequenceState) -> None:
         """Release all memory of the sequence. Raises UnknownSequenceError if it has none."""
 
-    def preempt(self, group: Group) -> None:
-        """Release all memory of the group, which will be looked up and computed again."""
+    def preempt(self, group: Group, unseen: int = 0) -> None:
+        """Release all memory of the group, which will be looked up and computed again.
+
+        The step under way computes its last `unseen` tokens, which nobody has seen yet.
+        """
 
     def can_swap_out(self, group: Group) -> bool:
         """Whether host memory has room for the group's blocks."""

@@ -274,7 +274,7 @@ class PagedManager:
         if self.groups is not None:
             return self._can_extend_groups(self.groups, rows)
         size, need, request = self.block_size, 0, rows[0].sequence.request
-        for sequence, query_len, _, _, ahead in rows:
+        for sequence, query_len, _, _, ahead, _ in rows:
             need -= (-sequence.computed - query_len - ahead) // size + len(sequence.table)
         if self._copying is not None:
             need += self._copying.blocks_needed(request)
@@ -304,7 +304,7 @@ class PagedManager:
         With groups it first releases what the windows have left. Raises CoreError, and changes nothing, beyond the last
         token that the sequence computes.
         """
-        sequence, query_len, _, drafts, ahead = row
+        sequence, query_len, _, drafts, ahead, unseen = row
         start, size, tables = sequence.computed, self.block_size, self.tables
         end = start + query_len
         if end > sequence.request.most_kv_tokens:
@@ -326,7 +326,7 @@ class PagedManager:
             tables.append(sequence.request, table, self.pool.take(lacking))
             taken += lacking
         tables.counters.written += query_len
-        self.prefix_cache.cache_full(sequence, (end - drafts) // size)
+        self.prefix_cache.cache_full(sequence, (end - drafts - unseen) // size)
         return taken
 
     def _extend_groups(self, groups: LayerGroups, row: ScheduledRow) -> int:
@@ -504,9 +504,9 @@ class PagedManager:
         self._cache_computed(sequence)
         self._release_table(sequence)
 
-    def _cache_computed(self, sequence: SequenceState) -> None:
+    def _cache_computed(self, sequence: SequenceState, unseen: int = 0) -> None:
         if self.groups is None:
-            self.prefix_cache.cache_computed(sequence)
+            self.prefix_cache.cache_computed(sequence, unseen)
             return
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):
             cache.cache_computed(part)
@@ -524,10 +524,10 @@ class PagedManager:
 
     # -- making room ---------------------------------------------------------------------------------------
 
-    def preempt(self, group: Group) -> None:
+    def preempt(self, group: Group, unseen: int = 0) -> None:
         """Release all blocks of the group. The next lookup finds again what is still cached."""
         for sequence in group.sequences:
-            self._cache_computed(sequence)
+            self._cache_computed(sequence, unseen)
         root = self._parts(group.sequences[0])
         if (
             any(part.cached_blocks > len(part.block_hashes) for part in root)

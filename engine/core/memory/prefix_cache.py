@@ -228,11 +228,11 @@ class PrefixCache:
         """
         self.cache_full(sequence, tokens // self._unit * self._unit // self._size)
 
-    def cache_computed(self, sequence: SequenceState) -> None:
-        """Cache all full blocks of `sequence`. Call it before the sequence releases its blocks."""
+    def cache_computed(self, sequence: SequenceState, unseen: int = 0) -> None:
+        """Cache all full blocks of `sequence` but the last `unseen` tokens. Call it before it releases its blocks."""
         if self._deduplicate:
             self.deduplicate(sequence)
-        self.cache_full(sequence, sequence.computed // self._unit * self._unit // self._size)
+        self.cache_full(sequence, (sequence.computed - unseen) // self._unit * self._unit // self._size)
 
     def recount(self, sequence: SequenceState) -> None:
         """Set `sequence.cached_blocks` for a new table: how many leading blocks are in the cache already."""

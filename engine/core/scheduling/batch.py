@@ -33,35 +33,49 @@ class RunningBatch:
     """The running groups in order of admission; in vLLM this is the list `running`.
 
     The leading steady groups are on the calendar; each step iterates only over the `others`. `limit` is the largest
-    number of rows on the calendar: they all run in every step, so they must fit the token budget of a step.
+    number of rows on the calendar: they all run in every step, so they must fit the token budget of a step. `ending`
+    are groups that have all their tokens and their blocks still: they compute nothing.
     """
 
     def __init__(self, growth: int | None, limit: int) -> None:
         self.calendar = DecodeCalendar(growth)
         self.others: list[Group] = []
+        self.ending: list[Group] = []
+        self._entered = 0
         # branches of running groups; one that has not forked yet counts with its full width
         self.sequences = 0
         self._limit = limit
 
     def __len__(self) -> int:
-        return len(self.calendar.groups) + len(self.others)
+        return len(self.calendar.groups) + len(self.others) + len(self.ending)
 
     def __contains__(self, group: Group) -> bool:
         return group in self.calendar.groups or group in self.others
 
-    def groups(self) -> list[Group]:
-        """All groups in order of admission."""
-        return [*self.calendar.groups, *self.others]
+    def groups(self, first: int = 0) -> list[Group]:
+        """All groups in order of admission, without the first so many `others`."""
+        found = [*self.calendar.groups, *self.others[first:]]
+        return sorted([*found, *self.ending], key=lambda group: group.entered) if self.ending else found
 
     def add(self, group: Group) -> None:
         """Add `group`, which was just admitted."""
+        self._entered += 1
+        group.entered = self._entered
         self.others.append(group)
+        self.sequences += group.width
+
+    def hold(self, group: Group) -> None:
+        """`group` has ended, and keeps its place and its blocks until it is removed."""
+        self.remove(group)
+        self.ending.append(group)
         self.sequences += group.width
 
     def remove(self, group: Group) -> None:
         """Remove `group`, which has ended or was aborted or preempted."""
         if group in self.calendar.groups:
             self.calendar.leave(group)
+        elif group in self.ending:
+            self.ending.remove(group)
         else:
             self.others.remove(group)
         self.sequences -= group.width
@@ -220,6 +234,7 @@ class StepBuilder:
     appended: dict[Group, int] = field(default_factory=dict)  # new blocks of steady groups
     new_blocks: int = 0  # of groups that are not steady
     hit_tokens: int = 0
+    ended: int = 0  # of `preempted`: those that the step under way ends
 
     @property
     def only_steady(self) -> bool:
@@ -307,6 +322,8 @@ class RowScheduler:
             rows = rows_of(group, budget, prefill_cap)
         if len(rows) == 1 and not rows[0].drafts:
             rows = self._cut(group, rows[0])
+        if self._limits.ahead and group.proposes:
+            rows = [row._replace(unseen=1) for row in rows]
         group.drafted = rows[0].drafts if rows else 0
         if group.drafted and speculation and speculation.mode is SpeculationMode.fork:
             (root,), request = group.sequences, group.request
@@ -327,7 +344,7 @@ class RowScheduler:
         """Allocate memory for the group's rows and add them to the step. `can_extend` must have been true."""
         request_id, slots = group.request.request_id, draft_slots(group.request)
         for row in group.rows:
-            sequence, query_len, samples, drafts, _ = row
+            sequence, query_len, samples, drafts, *_ = row
             context = sequence.computed
             step.new_blocks += self._manager.extend(row)
             step.budget -= query_len + slots

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from engine.core.errors import CoreError
 from engine.core.memory.manager import FastForwardColumns, KVCacheManager
+from engine.core.options import SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduling.batch import RunningBatch
 from engine.core.sequence import Group
@@ -47,7 +48,7 @@ class Commit:
     """Applies step results to the running groups.
 
     It advances them, forks and re-parents branches, verifies draft tokens, and releases what has ended. With `static`,
-    ended requests keep their memory until the whole batch has ended.
+    ended requests keep their memory until the whole batch has ended; where they are held, until `release_ended`.
     """
 
     def __init__(
@@ -56,18 +57,20 @@ class Commit:
         batch: RunningBatch,
         groups: dict[int, Group],
         stats: dict[int, RequestStats],
-        static: bool,
+        limits: SchedulerLimits,
     ) -> None:
         self._manager = manager
         self._batch = batch
         self._groups = groups
         self._stats = stats
-        self._static = static
+        self._static = limits.static_batch
+        self._holds = limits.ahead
         self._held: list[Group] = []
 
     def apply(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Apply the result of the last plan. Raises CoreError, and changes nothing, if it does not fit the plan."""
         self._check(plan, result)
+        self.release_ended()
         report, emitted = CommitReport(), list[int]()
         if result.num_steps > 1:
             report.fast_forward = self._manager.fast_forward(
@@ -142,6 +145,8 @@ class Commit:
         self, group: Group, plan: StepPlan, result: StepResult, report: CommitReport, emitted: list[int]
     ) -> None:
         rows, group.rows = group.rows, []
+        if group.proposes:
+            group.decoded = plan.step
         group.proposes = rows[0].samples
         request_id, sampled = group.request.request_id, rows[0].samples
         if rows[0].drafts:
@@ -188,15 +193,28 @@ class Commit:
     # -- ends ----------------------------------------------------------------------------------------------
 
     def _finish(self, group: Group, report: CommitReport) -> None:
+        if self._holds:
+            self._batch.hold(group)
+            self._report(group, report)
+            return
         self._batch.remove(group)
         if self._static:
             self._held.append(group)
             return
         self._close(group, report)
 
+    def release_ended(self) -> None:
+        """Release what the step before the last one ended, or the last one where none was scheduled since."""
+        for group in list(self._batch.ending):
+            self._batch.remove(group)
+            self.release_group(group)
+
     def _close(self, group: Group, report: CommitReport) -> None:
-        request_id = group.request.request_id
         self.release_group(group)
+        self._report(group, report)
+
+    def _report(self, group: Group, report: CommitReport) -> None:
+        request_id = group.request.request_id
         del self._groups[request_id]
         report.finished.append(request_id)
         report.stats[request_id] = self._stats.pop(request_id)

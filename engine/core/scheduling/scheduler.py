@@ -8,7 +8,7 @@ no group is swapped out. A steady decoder costs
 scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.memory.manager import KVCacheManager
@@ -63,15 +63,18 @@ class Scheduler:
         self._groups: dict[int, Group] = {}
         self._step = 0
         self._submitted = 0
+        self.rests = 0  # how often no step was under way
+        self._under_way = False  # what the last step chose is not known when the next one is scheduled
         self._open: int | None = None  # the step that is scheduled and not yet committed
         self._rows = RowScheduler(manager, limits)
         self._admission = AdmissionRules(manager, self._batch, limits, self.policies.admission)
-        self._commit = Commit(manager, self._batch, self._groups, self.stats, limits.static_batch)
+        self._commit = Commit(manager, self._batch, self._groups, self.stats, limits)
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits, runs or is swapped out: then `schedule()` can be called."""
-        return bool(len(self._batch) or len(self.waiting) or len(self.swapped))
+        batch = self._batch
+        return bool(len(batch) > len(batch.ending) or len(self.waiting) or len(self.swapped))
 
     @property
     def running(self) -> list[Group]:
@@ -129,8 +132,11 @@ class Scheduler:
 
     # -- a step --------------------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1) -> StepPlan:
-        """Plan the next step. With `max_steps` above 1, the plan may cover up to so many identical decode steps."""
+    def schedule(self, max_steps: int = 1, waited: Callable[[], None] | None = None) -> StepPlan:
+        """Plan the next step. With `max_steps` above 1, the plan may cover up to so many identical decode steps.
+
+        Where steps are scheduled ahead and none can run before the one under way has ended, `waited` is called then.
+        """
         if self._open is not None:
             raise CoreError(f"step {self._open} waits for its result: commit it before the next is scheduled")
         if max_steps < 1:
@@ -138,6 +144,31 @@ class Scheduler:
         if not self.has_work:
             raise CoreError("nothing is running or waiting: there is no step to schedule")
         step = StepBuilder(self.limits.max_batched_tokens)
+        self._fill(step)
+        if self._batch.ending and not (step.rows or self._batch.calendar.rows):
+            # vLLM's step without rows: it is over as soon as the one before it is
+            before, step = step.preempted, StepBuilder(self.limits.max_batched_tokens)
+            self._settle()
+            if waited is not None:
+                waited()
+            self._fill(step)
+            step.preempted = [*before, *step.preempted]
+        plan = self._plan(step, 1 if self._batch.ending else max_steps)
+        self._open = self._step
+        self._step += 1
+        return plan
+
+    def rest(self) -> None:
+        """No step is under way any more: release what the last one ended."""
+        self.rests += 1
+        self._settle()
+
+    def _settle(self) -> None:
+        self._under_way = False
+        self._commit.release_ended()
+
+    def _fill(self, step: StepBuilder) -> None:
+        """Continue running groups, then admit others."""
         if len(self._batch):
             self._continue_steady(step)
             self._continue_others(step)
@@ -148,10 +179,6 @@ class Scheduler:
             self._swap_in_groups(step)
             if not len(self.swapped):
                 self._admit_waiting(step)
-        plan = self._plan(step, max_steps)
-        self._open = self._step
-        self._step += 1
-        return plan
 
     def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Apply the executor's result of the last plan. Raises CoreError, and changes nothing, if it does not fit."""
@@ -159,6 +186,7 @@ class Scheduler:
             raise CoreError(f"step {plan.step} does not wait for a result")
         report = self._commit.apply(plan, result)
         self._open = None
+        self._under_way = self.limits.ahead
         return report
 
     def _continue_steady(self, step: StepBuilder) -> None:
@@ -178,7 +206,7 @@ class Scheduler:
             group.rows = self._rows.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
-                self._make_room(step, [*calendar.groups, *others[index:]])
+                self._make_room(step, self._batch.groups(index))
                 step.budget += steady - calendar.rows
             if index < len(others) and others[index] is group:
                 self._rows.extend(group, step)
@@ -189,9 +217,15 @@ class Scheduler:
     def _make_room(self, step: StepBuilder, candidates: Sequence[Group]) -> None:
         """Preempt one of `candidates`, which are in running order."""
         victim = candidates[self.policies.victim.choose(candidates)]
+        unseen = self._unseen(victim)
+        step.preempted.append(victim.request.request_id)
+        if victim in self._batch.ending:  # all that is left of it is its blocks
+            step.ended += 1
+            self._batch.remove(victim)
+            self.manager.preempt(victim, unseen)
+            return
         stats, mode = self.stats[victim.request.request_id], self.limits.preemption
         stats.preemptions += 1
-        step.preempted.append(victim.request.request_id)
         step.appended.pop(victim, None)
         self._batch.remove(victim)
         # A group without generated tokens is cheaper to compute again. One with a draft child is not swapped either.
@@ -204,9 +238,14 @@ class Scheduler:
                 self.swapped.push(victim)
                 return
             stats.swap_fallbacks += 1
-        self.manager.preempt(victim)
+        self.manager.preempt(victim, unseen)
         victim.restart()
         self.waiting.push(victim)
+
+    def _unseen(self, group: Group) -> int:
+        """How many tokens of each sequence the step under way computes that the one before it has chosen."""
+        ran = group not in self._batch.others or group.decoded == self._step - 1
+        return int(ran and self._under_way)
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
@@ -284,7 +323,7 @@ class Scheduler:
             new_blocks=step.new_blocks + sum(step.appended.values()),
             hit_tokens=step.hit_tokens,
             running=len(self._batch),
-            waiting=len(self.waiting) + len(self.swapped),
+            waiting=len(self.waiting) + len(self.swapped) + step.ended,
             usage=manager.usage(head.request if head else None),
             swap_out=swap_out,
             swap_in=swap_in,

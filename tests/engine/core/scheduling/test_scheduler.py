@@ -7,7 +7,7 @@ from engine.core.identity import TokenIdentity
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits, Scheduling
 from engine.core.plan import StepResult
-from engine.core.request import Request
+from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 
 
@@ -270,3 +270,31 @@ def test_the_token_of_a_preempted_decoder_goes_to_the_chunk_behind() -> None:
     assert [row.query_len for row in plans[2].rows] == [1, 8, 7]
     assert list(plans[3].preempted) == [0]
     assert [row.query_len for row in plans[3].rows] == [8, 8]
+
+
+def test_what_a_step_ends_keeps_its_blocks_and_place_until_the_next_one_is_scheduled() -> None:
+    """The second request finds no place beside the step under way: its step is scheduled when that one has ended."""
+    manager, waited = PagedManager(4, 4), list[int]()
+    scheduler = Scheduler(manager, SchedulerLimits(max_running=1, ahead=True))
+    for number in range(2):
+        scheduler.submit(Request(number, 4, 1))
+    report = scheduler.commit(scheduler.schedule(), StepResult())
+    assert report.finished == [0]
+    assert manager.pool.free_blocks == 3
+    assert [group.request.request_id for group in scheduler.running] == [0]
+    plan = scheduler.schedule(waited=lambda: waited.append(manager.pool.free_blocks))
+    assert (waited, plan.admitted) == ([4], [1])
+
+
+def test_drafts_go_on_past_the_end_of_a_request_and_reserve_slots_for_the_next() -> None:
+    """Three drafts a step, all right; the second step needs one token and still verifies three drafts."""
+    manager = PagedManager(10, 4)
+    scheduler, seen = Scheduler(manager, SchedulerLimits()), list[tuple[int, int]]()
+    scheduler.submit(Request(0, 4, 6, speculation=Speculation(3)))
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        seen.append((plan.rows[0].query_len, len(plan.rows[0].table)))
+        scheduler.commit(plan, StepResult(accepted={0: 3} if plan.rows[0].drafts else {}))
+        manager.check()
+    assert seen == [(4, 2), (4, 3), (4, 4)]
+    assert manager.usage(None).token == 0
