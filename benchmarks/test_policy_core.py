@@ -22,8 +22,8 @@ import pytest
 from engine.core.identity import TokenIdentity
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.paged import PagedManager
-from engine.core.options import Decoding, SchedulerLimits
-from engine.core.plan import IntArray, StepResult
+from engine.core.options import Decoding, HashAlgorithm, SchedulerLimits
+from engine.core.plan import IntArray, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow
@@ -34,10 +34,12 @@ from harness.workers import Peer
 pytestmark = pytest.mark.benchmark(timer=time.process_time, disable_gc=True)
 Benchmark = Any  # pytest-benchmark's fixture
 Sizes = dict[str, int]
+Identities = dict[int, TokenIdentity]  # of requests, by number
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # of a round, as pytest-benchmark's `setup` returns them
 ROUNDS = 7
 BLOCK_SIZE = 16
 _VOCABULARY = 32_000
+_TOLD = [7]  # the token that a step gives
 _SPREAD = 16  # prompt lengths, so that as many sequences fill a block in every step
 
 
@@ -101,8 +103,16 @@ class Allocation:
 class Prompts:
     """Prompts served one after the other; the first half of each is a common system prompt."""
 
-    def __init__(self, count: int, tokens: int, *, evicting: bool, lists: bool) -> None:
-        self.count, self._lists = count, lists
+    def __init__(
+        self,
+        count: int,
+        tokens: int,
+        *,
+        evicting: bool,
+        lists: bool,
+        algorithm: HashAlgorithm = HashAlgorithm.sha256,
+    ) -> None:
+        self.count, self._lists, self._algorithm = count, lists, algorithm
         self._tokens = tokens
         blocks = tokens // BLOCK_SIZE
         self._manager = PagedManager(blocks * (200 if evicting else count + 2), BLOCK_SIZE)
@@ -131,7 +141,8 @@ class Prompts:
 
     def _serve(self, prompt: IntArray | list[int]) -> int:
         manager = self._manager
-        group = Group(Request(0, self._tokens, 1, identity=TokenIdentity(0, prompt)))
+        identity = TokenIdentity(0, prompt, algorithm=self._algorithm)
+        group = Group(Request(0, self._tokens, 1, identity=identity))
         hits = manager.lookup(group)
         if not manager.can_admit(group, hits, 0):
             raise RuntimeError("a prompt does not fit: the benchmark's pool is too small")
@@ -147,10 +158,11 @@ class Prompts:
 class _Running:
     manager: PagedManager
     calendar: DecodeCalendar
+    identities: list[TokenIdentity]
 
 
 class Decoders:
-    """Steady decoders on the calendar over the block manager."""
+    """Steady decoders on the calendar over the block manager. With `hashed` each is told its token in every step."""
 
     def __init__(self, running: int, steps: int, *, hashed: bool) -> None:
         self.steps = steps
@@ -159,44 +171,38 @@ class Decoders:
     def fresh(self) -> Arguments:
         """Compute every prompt, so that all sequences decode."""
         blocks = self._running * (2 + (100 + _SPREAD + self.steps) // BLOCK_SIZE)
-        decoders = _Running(PagedManager(blocks, BLOCK_SIZE), DecodeCalendar(BLOCK_SIZE))
+        decoders = _Running(PagedManager(blocks, BLOCK_SIZE), DecodeCalendar(BLOCK_SIZE), [])
         for number in range(self._running):
             prompt = 100 + number % _SPREAD
             identity = TokenIdentity(number, tokens_of(number, prompt), share_outputs=self._hashed)
             group = Group(Request(number, prompt, self.steps + 2, identity=identity))
             prefill(decoders.manager, group)
             group.generated = 1
+            identity.extend(0, _TOLD)
+            decoders.identities.append(identity)
             decoders.calendar.join(group)
         return (decoders,), {}
 
     def run(self, decoders: _Running) -> int:
         """Decode all sequences for `steps` steps; returns the blocks in use."""
         manager, calendar = decoders.manager, decoders.calendar
-        hashed, told = self._hashed, list(range(BLOCK_SIZE))
+        identities = decoders.identities if self._hashed else []
         for _ in range(self.steps):
             for group in calendar.due():
                 if not manager.can_append(group):
                     raise RuntimeError("no block is free: the benchmark's pool is too small")
                 manager.append(group)
-            if hashed:
-                for group in calendar.due(1):
-                    self._tell(group, told)
             manager.advance(calendar)
             calendar.tick(1)
+            for identity in identities:
+                identity.extend(0, _TOLD)
         return manager.pool.live_blocks
-
-    def _tell(self, group: Group, tokens: list[int]) -> None:
-        identity, root = group.request.identity, group.sequences[0]
-        assert isinstance(identity, TokenIdentity)
-        known = root.computed + 1 - group.request.prompt_tokens  # outputs, with the one that fills the block
-        identity.extend(0, tokens[:known] if known < BLOCK_SIZE else tokens)
 
 
 class Scheduling:
     """A full batch of decoding requests under the scheduler.
 
-    With `hashed`, outputs are shared: as a block fills, it is cached, and the 16 tokens of a later one are told as a
-    list and hashed. Outputs are told ahead so that `fresh` needs no special case.
+    With `hashed`, outputs are shared: each token is told when its step is committed, and full blocks are hashed.
     """
 
     def __init__(self, running: int, steps: int, *, rows: bool, hashed: bool = False) -> None:
@@ -207,40 +213,31 @@ class Scheduling:
         """Admit every request and compute its prompt."""
         blocks = self._running * (2 + (100 + _SPREAD + self.steps) // BLOCK_SIZE)
         scheduler = Scheduler(PagedManager(blocks, BLOCK_SIZE), SchedulerLimits(8192, self._running))
+        identities = Identities()
         for number in range(self._running):
             prompt = 100 + number % _SPREAD
             tokens = tokens_of(number, prompt).tolist()
-            identity = TokenIdentity(number, tokens, share_outputs=self._hashed)
-            if self._hashed:
-                identity.extend(0, list(range(BLOCK_SIZE + -prompt % BLOCK_SIZE)))
-            scheduler.submit(Request(number, prompt, self.steps + 64, identity=identity))
+            identities[number] = TokenIdentity(number, tokens, share_outputs=self._hashed)
+            scheduler.submit(Request(number, prompt, self.steps + 64, identity=identities[number]))
+        while self._step(scheduler, identities).steady < self._running:
+            pass
+        return (scheduler, identities), {}
+
+    def _step(self, scheduler: Scheduler, identities: Identities) -> StepPlan:
         plan = scheduler.schedule()
-        while plan.steady < self._running:
-            scheduler.commit(plan, StepResult())
-            plan = scheduler.schedule()
-        scheduler.commit(plan, StepResult())
-        return (scheduler,), {}
+        report = scheduler.commit(plan, StepResult())
+        for request_id in report.emitted if self._hashed else ():
+            identities[request_id].extend(0, _TOLD)
+        return plan
 
-    def run(self, scheduler: Scheduler) -> int:
+    def run(self, scheduler: Scheduler, identities: Identities) -> int:
         """Schedule and commit `steps` steps; returns the rows that were laid out."""
-        result, laid_out, rows = StepResult(), self._rows, 0
-        told, filling = list(range(BLOCK_SIZE)), self._filling(scheduler)
-        for step in range(self.steps):
-            for identity in filling[step % BLOCK_SIZE]:
-                identity.extend(0, told)
-            plan = scheduler.schedule()
-            if laid_out:
+        rows = 0
+        for _ in range(self.steps):
+            plan = self._step(scheduler, identities)
+            if self._rows:
                 rows += len(list(plan.rows))
-            scheduler.commit(plan, result)
         return rows
-
-    def _filling(self, scheduler: Scheduler) -> list[list[TokenIdentity]]:
-        """The identities whose next outputs fill a block in step i, by i modulo the block size; none unless hashed."""
-        by_step: list[list[TokenIdentity]] = [[] for _ in range(BLOCK_SIZE)]
-        for group in scheduler.running if self._hashed else ():
-            assert isinstance(group.request.identity, TokenIdentity)
-            by_step[-(group.sequences[0].computed + 1) % BLOCK_SIZE].append(group.request.identity)
-        return by_step
 
 
 class BeamChurn:
@@ -334,8 +331,14 @@ def prompt_list(sizes: Sizes) -> tuple[str, int, Prompts]:
     return "prompts", sizes["prompts"], Prompts(sizes["prompts"], sizes["tokens"], evicting=False, lists=True)
 
 
+def prompt_list_cbor(sizes: Sizes) -> tuple[str, int, Prompts]:
+    """The same with `sha256_cbor`, the one algorithm by which both name blocks alike."""
+    count, tokens, cbor = sizes["prompts"], sizes["tokens"], HashAlgorithm.sha256_cbor
+    return "prompts", count, Prompts(count, tokens, evicting=False, lists=True, algorithm=cbor)
+
+
 def decode_hashed(sizes: Sizes) -> tuple[str, int, Decoders]:
-    """Calendar and block manager: who needs a block, does it fit, take it. Outputs are hashed and cached."""
+    """Calendar and block manager: who needs a block, does it fit, take it. Outputs are told, hashed and cached."""
     return "steps", sizes["steps"], Decoders(sizes["running"], sizes["steps"], hashed=True)
 
 
@@ -344,7 +347,9 @@ def schedule_hashed(sizes: Sizes) -> tuple[str, int, Scheduling]:
     return "steps", sizes["steps"], Scheduling(sizes["running"], sizes["steps"], rows=True, hashed=True)
 
 
-BOTH = {one.__name__: one for one in (allocate, prompt_list, decode_hashed, schedule_hashed)}
+BOTH = {
+    one.__name__: one for one in (allocate, prompt_list, prompt_list_cbor, decode_hashed, schedule_hashed)
+}
 """What vLLM's own classes do too, with the same result."""
 
 

@@ -27,10 +27,10 @@ def _random(count: int) -> list[int]:
 class Core:
     """vLLM's scheduler over `blocks` blocks, with its KV cache manager."""
 
-    def __init__(self, blocks: int, running: int, longest: int) -> None:
-        from vllm.utils.hashing import sha256
+    def __init__(self, blocks: int, running: int, longest: int, algorithm: str = "sha256") -> None:
+        from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-        from vllm_driver import _configs, _new_scheduler  # type: ignore[import-not-found]
+        from vllm_driver import _config, _new_scheduler  # type: ignore[import-not-found]
 
         settings = {
             "pool_blocks": blocks,
@@ -43,13 +43,14 @@ class Core:
             "policy": "fcfs",
             "long_prefill_tokens": None,
             "admit_whole_prompt": True,
+            "async_scheduling": False,
             "max_model_len": longest + 1,
         }
         with tempfile.TemporaryDirectory() as folder:
-            self.scheduler = _new_scheduler(settings, *_configs(settings, folder))
+            self.scheduler, _ = _new_scheduler(settings, _config(settings, folder))
         self.manager = self.scheduler.kv_cache_manager
         self.blocks = blocks
-        self._hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name(algorithm))
 
     def request(self, number: int, tokens: list[int], most: int) -> Any:
         """A request; its full blocks are hashed here."""
@@ -96,10 +97,10 @@ def allocate(sizes: dict[str, int]) -> Callable[[], Work]:
     return fresh
 
 
-def prompts(sizes: dict[str, int]) -> Callable[[], Work]:
+def prompts(sizes: dict[str, int], algorithm: str = "sha256") -> Callable[[], Work]:
     """`Prompts`: lists of tokens, one after the other; the first half is a common system prompt."""
     count, tokens = sizes["prompts"], sizes["tokens"]
-    core = Core((tokens // BLOCK_SIZE) * (count + 2), count, tokens)
+    core = Core((tokens // BLOCK_SIZE) * (count + 2), count, tokens, algorithm)
     shared = _random(tokens // 2)
 
     def serve(prompt: list[int]) -> int:
@@ -178,6 +179,7 @@ def schedule(sizes: dict[str, int]) -> Callable[[], Work]:
 _WORK = {
     "allocate": allocate,
     "prompt_list": prompts,
+    "prompt_list_cbor": lambda sizes: prompts(sizes, "sha256_cbor"),
     "decode_hashed": decode,
     "schedule_hashed": schedule,
 }
@@ -189,7 +191,9 @@ def main() -> int:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     sys.path.insert(0, str(Path(__file__).parents[1] / "harness" / "oracle"))
-    from vllm_driver import serve
+    from vllm_driver import _use_platform, serve
+
+    _use_platform()
 
     known: dict[str, Callable[[], Work]] = {}
     ready: Work = int
