@@ -213,7 +213,7 @@ def draft_seconds(state: ReplayState) -> float:
     token_s, weights_s, kv_s, pass_s, link_s = rates[18], rates[19], rates[20], rates[21], rates[22]
     passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
     dense = max(tokens * token_s, passes * weights_s)
-    return dense + (features[AT.draft_kv] * kv_s + passes * pass_s + tokens * link_s)
+    return float(dense + (features[AT.draft_kv] * kv_s + passes * pass_s + tokens * link_s))
 
 
 @jitable
