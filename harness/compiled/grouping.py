@@ -8,7 +8,7 @@ import numpy as np
 
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.options import GroupKind, GroupPages, WindowHits
-from harness.compiled.state import LayerGroups
+from harness.compiled.state import LayerArrays
 from harness.metrics.log import COLUMN, WASTE_COLUMNS, IntArray
 from harness.replay.arrivals import NEVER, to_s
 
@@ -34,13 +34,13 @@ class Grouping:
             return "a window sees one token"
         return None
 
-    def layers(self) -> LayerGroups:
+    def layers(self) -> LayerArrays:
         """The groups as arrays."""
         groups = self.layout.groups
         kept = [group.hit_blocks(self.rule) for group in groups]
         first = groups[kept.index(None) if None in kept else 0]
         slot = self.layout.slot_bytes
-        return LayerGroups(
+        return LayerArrays(
             window=_numbers([group.window for group in groups]),
             needed=_numbers(kept),
             like_first=_numbers([int(group.keeps_as(first)) for group in groups]),
@@ -109,9 +109,9 @@ class Waste:
 _STATES = ("token", "cached", "reserved", "internal", "external", "free")
 
 
-def no_layers() -> LayerGroups:
+def no_layers() -> LayerArrays:
     """Of a plain model."""
-    return LayerGroups(*(_numbers([]) for _ in LayerGroups._fields))
+    return LayerArrays(*(_numbers([]) for _ in LayerArrays._fields))
 
 
 def _numbers(values: Sequence[int | None]) -> IntArray:

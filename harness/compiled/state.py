@@ -35,7 +35,7 @@ HITS = 20  # slots that the admitted ones found in the cache
 SEQUENCES = 21  # branches of the running requests; one that has not forked yet counts with its whole width
 STEADY_ROWS = 22  # branches of the leading steady requests
 COPIES = 23  # blocks copied in the step under way
-SLOTS = 24  # of `BeamTables` or `GroupTables`: how many no request has
+SLOTS = 24  # of `BeamTables` or `GroupArrays`: how many no request has
 SPARE_RUNS = 25  # numbers of `Runs` that none has
 SEEN = 26  # ns up to which the next step knows of arrivals
 COMING = 27  # requests in `RequestStates.lane`
@@ -136,7 +136,7 @@ class Rules(NamedTuple):
     longest: int  # tokens of the longest sequence that is served, which ends drafts; 0: any
 
 
-class LayerGroups(NamedTuple):
+class LayerArrays(NamedTuple):
     """Groups of layers with a block table each, int64 `[groups]`; NEVER is all. All have blocks of one size."""
 
     window: IntArray  # tokens that the next token sees, itself included
@@ -253,7 +253,7 @@ class NamedBlocks(NamedTuple):
 class BeamTables(NamedTuple):
     """What beams generated: `tables[slot, branch]` numbers its blocks, `references[slot]` counts each by its number.
 
-    A slot is for one running request; `spare_slots` are a stack of free ones, also for `GroupTables`.
+    A slot is for one running request; `spare_slots` are a stack of free ones, also for `GroupArrays`.
     `spare[slot, : spares[slot]]` are free numbers. The fields from `before` on are scratch for one step: old tables,
     parents, and what parents are drawn with.
     """
@@ -271,7 +271,7 @@ class BeamTables(NamedTuple):
     given: IntArray
 
 
-class GroupTables(NamedTuple):
+class GroupArrays(NamedTuple):
     """What running requests have in several groups of layers; all their tables are equally long.
 
     By slot, which is for one running request: `held[slot, group]`, how many leading blocks its window has left; `hits`,
@@ -334,7 +334,7 @@ class ReplayState(NamedTuple):
 
     inputs: RequestInputs
     rules: Rules
-    layers: LayerGroups
+    layers: LayerArrays
     prices: Prices
     at: IntArray
     after_prefill: FloatArray
@@ -352,14 +352,14 @@ class ReplayState(NamedTuple):
     runs: Runs
     evictable: EvictionList
     beams: BeamTables
-    groups: GroupTables
+    groups: GroupArrays
     log: StepLog
 
 
 def new_state(
     inputs: RequestInputs,
     rules: Rules,
-    layers: LayerGroups,
+    layers: LayerArrays,
     prices: Prices,
     drafting: Drafting,
     num_blocks: int,
@@ -428,11 +428,11 @@ def _named_blocks(numbers: int, names: NameArray, tables: int) -> NamedBlocks:
     )
 
 
-def _group_tables(rules: Rules, numbers: int, names: NameArray) -> GroupTables:
+def _group_tables(rules: Rules, numbers: int, names: NameArray) -> GroupArrays:
     groups, slots = rules.groups, rules.max_rows if rules.groups else 0
     named = numbers if groups else 0
     distinct = (int(names.max()) + 1) * groups if len(names) else 0
-    return GroupTables(  # type: ignore[call-arg]
+    return GroupArrays(  # type: ignore[call-arg]
         np.zeros((slots, groups), dtype=np.int64),
         *_columns(3, slots),
         *_columns(2, groups),
@@ -450,7 +450,7 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
     slots = min(
         len(which), rules.max_running // int(width.min(initial=rules.max_running)) if len(which) else 0
     )
-    if rules.groups:  # each running request has a slot of `GroupTables`
+    if rules.groups:  # each running request has a slot of `GroupArrays`
         slots = rules.max_rows
     numbers = int((width * own).max(initial=0))
     return BeamTables(
