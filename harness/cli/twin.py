@@ -37,6 +37,13 @@ def _add(parser: argparse.ArgumentParser) -> None:
         help="predict with this device (a file of calibrate --from-log, or a preset), without a fit",
     )
     parser.add_argument("--no-fit", action="store_true", help="predict with the description of the device")
+    parser.add_argument(
+        "--what-if",
+        metavar="KEY=V,V",
+        action="append",
+        default=[],
+        help="answer this alone: a setting (scheduler.max_running=64,96) or the load (load=1.5); may be repeated",
+    )
     parser.add_argument("--no-what-ifs", action="store_true", help="leave out the what-ifs")
     parser.add_argument("--first", type=int, metavar="N", help="requests to fit; default: a quarter")
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
@@ -49,6 +56,7 @@ def _run(arguments: Arguments) -> int:
     from harness.twin.page import notes, write_twin
     from harness.twin.reading import read_engine_log
     from harness.twin.twin import verdict
+    from harness.twin.what_ifs import own_what_ifs
 
     flags = arguments.flags
     folder = Path(flags.folder).expanduser()
@@ -57,7 +65,12 @@ def _run(arguments: Arguments) -> int:
         _scrape(flags, folder)
     log = read_engine_log(folder)
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
-    twin = _twin(arguments, log, words)
+    twin = _twin(arguments, log, words, out)
+    if flags.what_if:
+        for answer in own_what_ifs(log, twin.config, flags.what_if, lambda one: remark(f"what if {one}")):
+            say(str(answer))
+        say(verdict(twin))
+        return 0
     page = write_twin(twin, out)
     for note in notes(twin):
         remark(f"note: {note}")
@@ -73,27 +86,46 @@ def _run(arguments: Arguments) -> int:
     return 0
 
 
-def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...]) -> "Twin":
+def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], out: Path) -> "Twin":
     from harness.twin.configured import configured
-    from harness.twin.fit import fit_schedule, fitted_device
+    from harness.twin.fit import fit_schedule, fitted_device, write_device
     from harness.twin.prediction import predictor
     from harness.twin.trust import bands_of_log
     from harness.twin.twin import Twin
     from harness.twin.what_ifs import what_ifs
 
     flags = arguments.flags
-    found = configured(log, overrides)
+    fits = not (flags.no_fit or flags.device)
+    kept = _kept_fit(log, out) if fits and flags.what_if else ()
+    found = configured(log, (*kept, *overrides))
     config, fit = found.config, None
-    if flags.no_fit or flags.device:
+    if kept or not fits:
         prediction = predictor(config, log.workload)(config.device)
     else:
         found, fit = fit_schedule(log, found, first=flags.first, progress=_progress)
         config, prediction = replace(found.config, device=fitted_device(fit, log)), fit.prediction
+        write_device(fit, log, found, command_of("twin", arguments), out / FIT)
     changes = (
-        [] if flags.no_what_ifs else what_ifs(log, config, prediction, lambda one: remark(f"what if {one}"))
+        []
+        if flags.no_what_ifs or flags.what_if
+        else what_ifs(log, config, prediction, lambda one: remark(f"what if {one}"))
     )
     command = command_of("twin", arguments)
     return Twin(log, found, config, prediction, fit, changes, command, bands_of_log(log, config, prediction))
+
+
+FIT = "fit.yaml"  # in the folder of the report: the fitted device, and beside it its deployment and the load
+
+
+def _kept_fit(log: "EngineLog", out: Path) -> tuple[str, ...]:
+    """The deployment that was fitted to this log before, as an override; none where another log was fitted, or none."""
+    from harness.twin.fit import deployment_file, trace_bytes, workload_file
+
+    load, deployment = workload_file(out / FIT), deployment_file(out / FIT)
+    if not load.is_file() or not deployment.is_file() or load.read_bytes() != trace_bytes(log.workload):
+        return ()
+    remark(f"the fit of {deployment} is taken; remove it to fit again")
+    return (f"deployment={deployment}",)
 
 
 def command_of(name: str, arguments: Arguments) -> str:

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from harness.cli.main import main
+from harness.cli.twin import _kept_fit
+from harness.config.errors import UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.point.cost import cost_model
 from harness.sweep.plan import one_configuration
@@ -19,7 +21,7 @@ from harness.twin.page import facts
 from harness.twin.prediction import PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
 from harness.twin.twin import Twin, change_of, grade, trust, verdict
-from harness.twin.what_ifs import WhatIf, base_of, outside_of, what_ifs
+from harness.twin.what_ifs import OwnWhatIf, WhatIf, base_of, outside_of, own_what_ifs, what_ifs
 from harness.workload.point import resolve
 from harness.workload.simulate import simulate
 from traces.reading import read_trace
@@ -442,3 +444,37 @@ def test_the_page_says_which_setting_of_the_log_was_not_simulated(twin: Twin) ->
     found = configured(twin.log, ("device=rtx_pro_6000", "scheduler.max_running=7"))
     shown = dict(facts(replace(twin, configured=found, config=found.config)))
     assert shown["max_running"].endswith("the user set another value, which was simulated)")
+
+
+@pytest.fixture(scope="module")
+def own() -> list[OwnWhatIf]:
+    log = read_engine_log(RECORDED)
+    config = configured(log, ("device=rtx_pro_6000",)).config
+    questions = ["cache.block_size=32", "scheduler.max_running=2", "load=1.5"]
+    return own_what_ifs(log, config, questions, lambda setting: None)
+
+
+def test_a_question_of_ones_own_is_answered_in_one_sentence_with_bands(own: list[OwnWhatIf]) -> None:
+    said = str(own[0])
+    assert said.startswith("max_num_seqs=2: median TTFT ")
+    assert re.search(r"median TTFT .* → .* \(.* to .*\), median TPOT ", said)
+
+
+def test_a_change_that_is_smaller_than_its_band_says_so(own: list[OwnWhatIf]) -> None:
+    (block,) = [one for one in own if one.setting.startswith("block_size")]
+    assert not block.shows("tpot_p50")
+    assert "no difference beyond its band" in str(block)
+
+
+@pytest.mark.parametrize("question", ["load=fast", "load=-1", "device=h100", "scheduler.max_running=0"])
+def test_a_question_that_changes_no_one_setting_is_refused(question: str, twin: Twin) -> None:
+    with pytest.raises(UserError):
+        own_what_ifs(twin.log, twin.config, [question], lambda setting: None)
+
+
+def test_a_kept_fit_is_taken_for_the_same_log_alone(twin: Twin, tmp_path: Path) -> None:
+    (tmp_path / "fit-deployment.yaml").write_text("kept")
+    (tmp_path / "fit-workload.jsonl").write_bytes(trace_bytes(twin.log.workload))
+    assert _kept_fit(twin.log, tmp_path) == (f"deployment={tmp_path / 'fit-deployment.yaml'}",)
+    (tmp_path / "fit-workload.jsonl").write_bytes(b"another log")
+    assert _kept_fit(twin.log, tmp_path) == ()
