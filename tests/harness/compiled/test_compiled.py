@@ -269,13 +269,13 @@ def test_what_is_compiled_is_what_python_says() -> None:
 
 
 def test_a_miscounted_block_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from harness.compiled import branches, committing
+    from harness.compiled import committing, scheduling
 
-    def forgets_one(run: object, row: int, is_found: bool) -> None:
-        branches.release_row(run, row, is_found)  # type: ignore[arg-type]
+    def forgets_one(run: object, row: int, unseen: int) -> None:
+        scheduling.release_ended(run, row, unseen)  # type: ignore[arg-type]
         run.at[6] -= 1  # type: ignore[attr-defined]  # EMPTY
 
-    monkeypatch.setattr(committing, "release_row", forgets_one)
+    monkeypatch.setattr(committing, "release_ended", forgets_one)
     requests, limits, pool = many(60), SchedulerLimits(128, 16), PlainPool(900, 16, keeps=True)
     prices = prices_of(COSTS["roofline"])
     assert prices is not None

@@ -58,7 +58,7 @@ def running_prompt(patch: pytest.MonkeyPatch) -> None:
 def partial_block(patch: pytest.MonkeyPatch) -> None:
     """The partial last block enters the cache when its request ends."""
 
-    def computed(self: PrefixCache, sequence: SequenceState) -> None:
+    def computed(self: PrefixCache, sequence: SequenceState, unseen: int = 0) -> None:
         self.cache_full(sequence, -(-sequence.computed // self._size))
 
     patch.setattr(PrefixCache, "cache_computed", computed)
