@@ -84,21 +84,22 @@ def commit(state: ReplayState, end: int) -> None:
     """End the step at `end` ns: rows advance, finished rows leave, and leading rows that only decode become steady."""
     at, batch = state.at, state.batch
     together, kept, steady, verified = 0, 0, at[STEADY], 0
+    drafts, ahead = state.rules.drafts, state.rules.ahead
     if at[ENDING]:
         wait_for_end(state)
-    at[UNDER_WAY] = state.rules.ahead
+    at[UNDER_WAY] = ahead
     for row in range(at[RUNNING]):
         has_token = row < steady or samples(state, row)
-        batch.unseen[row] = batch.chose[row] if batch.query[row] else 0
-        if batch.query[row]:
-            batch.chose[row] = has_token
+        if drafts or ahead:
+            batch.unseen[row] = batch.chose[row] if batch.query[row] else 0
+            if batch.query[row]:
+                batch.chose[row] = has_token
         if row >= steady and batch.behind[row]:
             advance_behind(state, row)
         else:
             batch.computed[row] += batch.query[row]
-        if state.rules.drafts and batch.query[row]:
+        if drafts and batch.query[row]:
             verified += verify(state, row)
-            batch.proposes[row] = has_token
         if has_token:
             together += note_token(state, row, end)
         if batch.generated[row] == state.inputs.output[batch.request[row]]:
@@ -123,11 +124,11 @@ def commit(state: ReplayState, end: int) -> None:
 @jitable
 def verify(state: ReplayState, row: int) -> int:
     """Keep the right drafts of `row`, as far as its request goes; returns how many. Slots of the others are void."""
-    batch, kept = state.batch, 0
-    if batch.drafts[row]:
+    batch, drafts, kept = state.batch, state.drafting.drafts[row], 0
+    if drafts:
         kept = kept_drafts(state, row)
-        batch.computed[row] -= batch.drafts[row] - kept
-        state.at[WRITTEN] -= batch.drafts[row] - kept
+        batch.computed[row] -= drafts - kept
+        state.at[WRITTEN] -= drafts - kept
         batch.generated[row] += kept
     return kept
 

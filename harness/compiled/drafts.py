@@ -42,7 +42,7 @@ def below(state: ReplayState, limit: int) -> int:
 @jitable
 def drafts_of(state: ReplayState, row: int) -> int:
     """Draft tokens that `row` verifies in its next step, if the budget allows."""
-    return int(state.rules.drafts if state.batch.proposes[row] else 0)
+    return int(state.rules.drafts if state.batch.chose[row] else 0)
 
 
 @jitable
@@ -67,19 +67,19 @@ def note_drafts(state: ReplayState, row: int, lacking: int, query: int) -> None:
     batch, drafting = state.batch, state.drafting
     drafts = max(0, query - lacking)
     right = 0
-    if drafts and batch.proposes[row] and drafting.share >= 0:
+    if drafts and batch.chose[row] and drafting.share >= 0:
         seed_word(state, batch.request[row], FIRST_DRAFT + batch.computed[row])
         state.word[0] ^= drafting.seed[0]
         while right < drafts and below(state, SCALE) < drafting.share * _SCALE:
             right += 1
-    batch.drafts[row], batch.right[row] = drafts, right
+    drafting.drafts[row], drafting.right[row] = drafts, right
 
 
 @jitable
 def kept_drafts(state: ReplayState, row: int) -> int:
     """The right drafts of `row`, as far as its request goes."""
     left = state.inputs.output[state.batch.request[row]] - state.batch.generated[row]
-    return int(min(state.batch.right[row], left - 1))
+    return int(min(state.drafting.right[row], left - 1))
 
 
 @jitable
@@ -92,7 +92,7 @@ def is_padded(state: ReplayState, request: int, lacking: int, cached: int) -> bo
     for row in range(at[RUNNING] - at[ADMITTED]):
         if batch.query[row]:
             continued = True
-            if not batch.proposes[row]:
+            if not batch.chose[row]:
                 return False
     fits = not rules.longest or cached + rules.drafts + 2 <= rules.longest
     return bool(fits and (continued or cached))
@@ -101,15 +101,15 @@ def is_padded(state: ReplayState, request: int, lacking: int, cached: int) -> bo
 @called
 def write_draft_features(state: ReplayState) -> None:
     """The features of the draft model's passes (`harness.replay.features`)."""
-    batch, features = state.batch, state.features
+    batch, features, drafting = state.batch, state.features, state.drafting
     plain, tokens = features[AT.rows], features[AT.tokens]
     kv = features[AT.decode_kv] + features[AT.prefill_kv]
     longest = behind = 0
     for row in range(state.at[RUNNING]):
-        drafts, query, context = batch.drafts[row], batch.query[row], batch.computed[row]
+        drafts, query, context = drafting.drafts[row], batch.query[row], batch.computed[row]
         if not query or not drafts:
             continue
-        passes = drafts + (batch.right[row] == drafts)
+        passes = drafts + (drafting.right[row] == drafts)
         behind, longest = max(behind, passes - drafts), max(longest, drafts)
         plain, tokens = plain - 1, tokens - query + passes
         kv += passes * context + passes * (passes + 1) // 2 - context - query

@@ -314,7 +314,8 @@ def take(state: ReplayState, row: int, count: int) -> None:
     """Give the only table of `row` `count` free blocks."""
     take_free(state, count)
     state.at[ENTRIES] += count
-    note_last_blocks(state, row, -1)
+    if state.rules.drafts:  # the last block before may be beyond the end, too
+        note_last_blocks(state, row, -1)
     state.batch.blocks[row] += count
     state.batch.distinct[row] += count
     note_last_blocks(state, row, 1)

@@ -195,10 +195,11 @@ class Drafts:
     tokens: int
     acceptance: DraftAcceptance | None
 
-    def drafting(self) -> Drafting:
-        """How they are drawn, as numbers."""
-        drawn = self.acceptance or DraftAcceptance(-1.0)
-        return Drafting(drawn.share, np.array([seed_word(drawn.seed)], dtype=np.uint64))
+    def drafting(self, max_rows: int) -> Drafting:
+        """How they are drawn, as numbers, with room for those of `max_rows` rows."""
+        drawn, rows = self.acceptance or DraftAcceptance(-1.0), max_rows if self.tokens else 0
+        drafts, right = (np.zeros(rows, dtype=np.int64) for _ in range(2))
+        return Drafting(drawn.share, np.array([seed_word(drawn.seed)], dtype=np.uint64), drafts, right)
 
 
 @dataclass(frozen=True)
@@ -306,7 +307,14 @@ class CompiledReplay:
         layers = pool.grouping.layers() if pool.grouping else no_layers()
         self._waste = Waste(pool.grouping) if pool.grouping else None
         self.state = new_state(
-            inputs, rules, layers, prices, drafts.drafting(), pool.num_blocks, len(FEATURES), log_steps
+            inputs,
+            rules,
+            layers,
+            prices,
+            drafts.drafting(rules.max_rows),
+            pool.num_blocks,
+            len(FEATURES),
+            log_steps,
         )
         self.state.at[HOST] = pool.host_blocks
         open_lane(self.state, waiting.users)

@@ -98,7 +98,12 @@ def continue_running(state: ReplayState) -> None:
     at, branches, query = state.at, state.batch.branches, state.batch.query
     row = 0
     while row < at[STEADY]:
-        row = extend_or_preempt(state, row, 1)
+        if has_room(state, row):
+            query[row] = 1
+            at[WRITTEN] += branches[row] * state.rules.token_slots
+            row += 1
+        else:
+            row = extend_or_preempt(state, row, 1)
     at[BUDGET], cap = state.rules.budget - at[STEADY_ROWS], prefill_cap(state)
     while row < at[RUNNING]:
         tokens = query_tokens(state, row, cap)
@@ -109,6 +114,17 @@ def continue_running(state: ReplayState) -> None:
             continue
         row = extend_or_preempt(state, row, tokens)
     at[BUDGET] = max(at[BUDGET], 0)
+
+
+@jitable
+def has_room(state: ReplayState, row: int) -> bool:
+    """Whether the next token of steady `row` goes into blocks that it has, and its windows leave none: then nothing of
+    the pool changes but the count of written slots.
+    """
+    batch = state.batch
+    if batch.computed[row] % state.rules.block_size == 0:
+        return False
+    return bool(not state.rules.groups or batch.computed[row] < state.groups.due[batch.slot[row]])
 
 
 @jitable
@@ -246,7 +262,7 @@ def extend(state: ReplayState, row: int, query: int) -> None:
     certain = state.batch.computed[row] + query
     if state.rules.drafts:
         note_drafts(state, row, lacking_tokens(state, row), query)
-        certain -= state.batch.drafts[row]
+        certain -= state.drafting.drafts[row]
     name_blocks(state, row, certain)
     state.at[WRITTEN] += query
 
@@ -348,7 +364,7 @@ def place_row(state: ReplayState, request: int) -> None:
     batch.entered[row], batch.chose[row], batch.unseen[row] = at[ENTERED], 0, 0
     batch.request[row] = request
     batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
-    batch.generated[row], batch.proposes[row] = state.requests.generated[request], 0
+    batch.generated[row] = state.requests.generated[request]
     batch.last_token[row] = state.requests.last_token[request]
 
 

@@ -147,10 +147,16 @@ class LayerArrays(NamedTuple):
 
 
 class Drafting(NamedTuple):
-    """How drafts are drawn (`DraftAcceptance`): a share below 0 accepts none. `seed` is a word, `[1]`."""
+    """How drafts are drawn (`DraftAcceptance`), and those of the running rows, in the order of `Batch`.
+
+    A share below 0 accepts none; `seed` is a word, `[1]`. A row whose last step chose a token has `drafts` in the step
+    under way, of which so many are `right`: int64 `[max_rows]`, where requests have drafts.
+    """
 
     share: float
     seed: WordArray
+    drafts: IntArray
+    right: IntArray
 
 
 class Prices(NamedTuple):
@@ -188,9 +194,6 @@ class Batch(NamedTuple):
     named: IntArray  # leading blocks that have a name
     behind: IntArray
     query: IntArray  # query tokens in the step under way: of each branch, or of all that catch up
-    proposes: IntArray  # whether the next step has drafts: 1 if the last one chose a token
-    drafts: IntArray  # draft tokens in the step under way
-    right: IntArray  # how many of them are
     last_token: IntArray  # ns
     entered: IntArray  # the place in the order of admission
     chose: IntArray  # whether the last step gave it a token
