@@ -8,7 +8,7 @@ import hashlib
 import os
 import platform
 import sys
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from engine.runtime.options import Backend
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import EngineConfig, EngineDevice
 from harness.console import install_hint
+from harness.workers import version_in
 
 # Packages that a record depends on; a change to the report or the command line makes no new points.
 _OURS = ("replay", "cost", "compiled", "workload", "oracle", "measure", "calibrate", "point", "metrics")
@@ -227,3 +228,15 @@ def engine_kernels(engine: EngineConfig) -> list[str]:
         return ["triton" if engine.backend is Backend.auto else str(engine.backend)]
     rest = "torch" if why_unavailable() else "native"
     return [rest if engine.backend is Backend.auto else str(engine.backend), rest]
+
+
+def engine_code(engine: EngineConfig, vllm_python: str | None) -> list[str]:
+    """What computes on the measured side: vLLM with its version, or the kernels of our engine."""
+    if engine.on_vllm:
+        return [f"vllm {_version_of_vllm(vllm_python)}"]
+    return engine_kernels(engine)
+
+
+@cache
+def _version_of_vllm(python: str | None) -> str | None:
+    return version_in(python or sys.executable, "vllm")

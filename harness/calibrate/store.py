@@ -14,7 +14,7 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.cost.fitted import ATTENTION, REST, FittedCost
 from harness.cost.grid import DECODE_AXES, GRID_BLOCK_SIZE, PREFILL_AXES, Grid, grid_errors
 from harness.cost.table import TableCost
-from harness.environment import code_version, engine_kernels, versions
+from harness.environment import code_version, engine_code, versions
 from harness.replay.cost_model import CostSource
 from harness.replay.features import FEATURES
 from harness.store.atomic import write_files
@@ -40,7 +40,7 @@ def calibration_fingerprint(deployment: Deployment) -> str:
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
-        "engine": [*engine_kernels(engine), engine.threads, bool(engine.cuda_graphs)],
+        "engine": [*engine_code(engine, deployment.vllm_python), engine.threads, bool(engine.cuda_graphs)],
         "device": deployment.device_at_hand,
         "clock": str(deployment.clock_used),
         "yardstick": deployment.has_yardstick,

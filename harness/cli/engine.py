@@ -245,7 +245,10 @@ def _run_calibrate(arguments: Arguments) -> int:
     from harness.calibrate.store import calibration_path
 
     found = full_calibration(
-        deployment, _progress, budget_s=arguments.flags.budget, grid=not arguments.flags.no_grid
+        deployment,
+        _progress,
+        budget_s=arguments.flags.budget,
+        grid=not (arguments.flags.no_grid or deployment.engine.on_vllm),
     )
     _print_errors(found)
     say(f"kept in {calibration_path(deployment)}")

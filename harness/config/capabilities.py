@@ -10,7 +10,7 @@ from enum import StrEnum
 from typing import Any
 
 from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Sharing, SpeculationMode
-from engine.runtime.options import KVDtype
+from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import (
     CacheConfig,
@@ -18,6 +18,7 @@ from harness.config.schema import (
     DecodingMode,
     DeviceConfig,
     EngineConfig,
+    EngineDevice,
     ModelConfig,
     OracleEngine,
     ReplayConfig,
@@ -40,6 +41,7 @@ class Way(StrEnum):
     no_rows = "use replay.records=true"
     compiled = "use replay.compiled=auto"
     oracle = "set oracle.engine=none"
+    vllm = "set engine=cpu to measure our own engine, or measure=false to predict alone"
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.groups",
         lambda a: _if(a.cache.groups is not GroupPages.off, a.cache.groups),
-        {Way.oracle: "the oracle compares caches without groups"},
+        {Way.oracle: "the oracle compares caches without groups", Way.vllm: "it is compared by one block table"},
     ),
     Capability(
         "cache.groups",
@@ -137,6 +139,26 @@ TABLE: tuple[Capability, ...] = (
             a.cache.groups,
         ),
         {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their own"},
+    ),
+    Capability(
+        "cache.block_size",
+        lambda a: _if(a.cache.block_size % 32 > 0, a.cache.block_size),
+        {Way.vllm: "on a CPU vLLM has blocks of multiples of 32 tokens"},
+    ),
+    Capability(
+        "engine.device",
+        lambda a: _if(a.engine.device is not EngineDevice.cpu, a.engine.device),
+        {Way.vllm: "vLLM is measured on a CPU alone; a server on a GPU is read by its log (pagetwin_probe, twin)"},
+    ),
+    Capability(
+        "engine.backend",
+        lambda a: _if(a.engine.backend is not Backend.auto, a.engine.backend),
+        {Way.vllm: "vLLM has its own kernels"},
+    ),
+    Capability(
+        "model.windowed_layers",
+        lambda a: a.model.windowed_layers or a.model.state_layers or a.model.latent_rank or None,
+        {Way.vllm: "its layers with windows, states or latent vectors are not compared"},
     ),
     Capability(
         "decoding.beam_width",
@@ -163,7 +185,8 @@ TABLE: tuple[Capability, ...] = (
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
         {Way.measured_groups: "its tensors take no draft tokens",
-         Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled"},
+         Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
+         Way.vllm: "a measured vLLM has no draft model"},
     ),
     Capability(
         "decoding.draft_tokens",
@@ -234,6 +257,7 @@ TABLE: tuple[Capability, ...] = (
         lambda a: a.scheduler.async_scheduling or None,
         {
             Way.groups: "steps in flight would keep blocks behind a window for one step more",
+            Way.vllm: "on a CPU vLLM switches it off",
         },
     ),
     Capability(
@@ -343,19 +367,23 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "model.kv_dtype",
         lambda a: _if(a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
-        {Way.measured_groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep"},
+        {Way.measured_groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep",
+         Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"},
     ),
     Capability(
         "engine.cuda_graphs",
         lambda a: a.engine.cuda_graphs or None,
-        {Way.measured_groups: "a recorded step has one block table"},
+        {Way.measured_groups: "a recorded step has one block table", Way.vllm: "vLLM is measured eagerly"},
     ),
     Capability(
         "oracle",
         lambda a: _if(a.oracle is not OracleEngine.none, a.oracle),
-        {Way.groups: "the oracle compares caches without groups"},
+        {Way.groups: "the oracle compares caches without groups",
+         Way.vllm: "every step of a measured vLLM is compared anyway"},
     ),
 )  # fmt: skip
+_BESIDES = {Way.vllm: Way.oracle}
+"""Ways that cannot take either what another one cannot."""
 
 
 def obstacles(asked: Asked, way: Way) -> Iterator[tuple[str, str]]:
@@ -367,9 +395,10 @@ def obstacles(asked: Asked, way: Way) -> Iterator[tuple[str, str]]:
 def _untaken(asked: Asked, way: Way) -> Iterator[tuple[str, str, str]]:
     """Key, value and reason of what a way cannot take."""
     for row in TABLE:
-        if way in row.reasons and (value := row.value(asked)) is not None:
+        reason = row.reasons.get(way) or row.reasons.get(_BESIDES.get(way, way))
+        if reason and (value := row.value(asked)) is not None:
             text = str(value).lower() if isinstance(value, bool) else str(value)
-            yield row.key, text, row.reasons[way]
+            yield row.key, text, reason
 
 
 def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
@@ -382,6 +411,7 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
             config.measure and config.cache.groups is not GroupPages.off,
             f"measure=true and cache.groups={config.cache.groups}",
         ),
+        Way.vllm: (config.measure and config.engine.on_vllm, "engine=vllm"),
         Way.replicas: (
             config.device.data_parallel > 1, f"device.data_parallel={config.device.data_parallel}"
         ),

@@ -123,7 +123,7 @@ def normalise(config: RunConfig) -> RunConfig:
         if config.scheduler.async_scheduling
         else with_values(config.scheduler, async_frees_at_once=False),
         "execute": applicable(config.execute),
-        "oracle": _oracle(config.oracle),
+        "oracle": _oracle(config.oracle, config.measure and config.engine.on_vllm),
     }
     alike = all(getattr(config, name) is value for name, value in changes.items())
     return config if alike else replace(config, **changes)
@@ -148,11 +148,14 @@ def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
     return with_values(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
 
 
-def _oracle(oracle: OracleConfig) -> OracleConfig:
-    """Interpreter and allowed differences apply only where another scheduler runs."""
-    if oracle.engine is OracleEngine.none:
-        return with_values(oracle, python=None, allow=_NEUTRAL.oracle.allow)
-    return with_values(oracle, python=_home(oracle.python))
+def _oracle(oracle: OracleConfig, measured: bool) -> OracleConfig:
+    """The interpreter applies where vLLM runs, as third or `measured` side; allowed differences as third alone."""
+    compared = oracle.engine is not OracleEngine.none
+    return with_values(
+        oracle,
+        python=_home(oracle.python) if compared or measured else None,
+        allow=oracle.allow if compared else _NEUTRAL.oracle.allow,
+    )
 
 
 def _replay(replay: ReplayConfig) -> ReplayConfig:

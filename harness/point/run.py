@@ -13,10 +13,10 @@ from engine.runtime.models.spec import checkpoint_stamp
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineConfig, ModelConfig, OracleEngine, RunConfig
 from harness.console import remark
-from harness.environment import check_engine, check_memory, check_weights, code_version, engine_kernels
+from harness.environment import check_engine, check_memory, check_weights, code_version, engine_code
 from harness.metrics.record import PointRecord
+from harness.oracle.check import VLLM_CPU, vllm_version
 from harness.oracle.check import compare as compare_with_vllm
-from harness.oracle.check import vllm_version
 from harness.point.cost import (
     bounds_of,
     check_cost,
@@ -70,7 +70,7 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
     if config.measure:
         identity |= {"device": deployment.device_at_hand, "clock": str(deployment.clock_used)}
-        identity["engine"] = " ".join(engine_kernels(config.engine))
+        identity["engine"] = " ".join(engine_code(config.engine, deployment.vllm_python))
     return identity
 
 
@@ -95,6 +95,8 @@ def check_point(config: RunConfig) -> None:
                 "false keeps no rows, but a measured point is compared by its rows; use measure=false or records=true",
             )
         check_engine(config.engine)
+        if config.engine.on_vllm:
+            vllm_version(config.oracle.python, VLLM_CPU)
         check_model(config.model, config.engine, config.decoding.draft_path)
         deployment = deployment_of(config)
         token_bytes = deployment.pool.slot_bytes
@@ -225,7 +227,7 @@ def point_stages(
     record = make_record(
         *(point, paced, simulated, runs),
         bounds=bounds,
-        oracle=compared.section() if compared else None,
+        oracle=compared.section() if compared else runs[0].compared if runs else None,
         pace={**pace.section(), "unscaled": unscaled} if pace else None,
         seconds=seconds,
     )

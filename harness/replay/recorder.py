@@ -407,12 +407,14 @@ class MeasuredRun:
     """A finished run: its log, its plans, and the number of audits, which compare slots with counters.
 
     `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.executor`); None without one.
+    `compared` says in how many steps another engine, which ran them, decided as ours; None on our own engine.
     """
 
     log: RunLog
     recording: PlanRecording
     audits: int
     yardstick_s: tuple[float, ...] | None = None
+    compared: Mapping[str, Any] | None = None
 
     @property
     def clocked_s(self) -> FloatArray:

@@ -153,6 +153,7 @@ class Probe:
         self._hashes = hashes
         self._numbers: dict[str, int] = {}
         self._came = self._steps = 0
+        self._silent: set[str] = set()  # requests that have begun and have no token
         self._first_ns: dict[str, int] = {}
         self._preempted: list[int] = []
         self._open: deque[tuple[Any, dict[str, Any], list[str]]] = deque(maxlen=64)  # scheduled and not done
@@ -198,10 +199,9 @@ class Probe:
             "blocks": added,
         }
         self._steps += 1
-        firsts = []
         if entering:
             line["in"] = [[numbers[name], found, counts[name]] for name, found in entering.items()]
-            firsts = [name for name, found in entering.items() if self._completes(requests[name])]
+            self._silent.update(name for name in entering if name not in self._first_ns)
         if output.total_num_scheduled_tokens != len(counts):
             several = [name for name, count in counts.items() if count != 1 and name not in entering]
             if several:
@@ -209,19 +209,15 @@ class Probe:
                     [numbers[name], requests[name].num_computed_tokens - counts[name], counts[name]]
                     for name in several
                 ]
-                firsts += [name for name in several if self._completes(requests[name])]
         if len(scheduler.running) > len(counts):
             line["off"] = [
                 numbers[one.request_id] for one in scheduler.running if one.request_id not in counts
             ]
         if self._preempted:
             line["out"], self._preempted = self._preempted, []
+        firsts = [name for name in self._silent if name in counts and _is_whole(requests[name])]
+        self._silent.difference_update(firsts)
         self._open.append((output, line, firsts))
-
-    def _completes(self, request: Any) -> bool:
-        """Whether its first token comes with the step that is scheduled."""
-        whole = request.num_computed_tokens >= request.num_prompt_tokens
-        return whole and request.request_id not in self._first_ns
 
     def resulted(self, output: Any) -> None:
         """The model's result is there."""
@@ -260,6 +256,7 @@ class Probe:
         number = self._numbers.pop(name, None)
         if number is None:
             return
+        self._silent.discard(name)
         first = self._first_ns.pop(name, None)
         reason = str(request.get_finished_reason())
         self._log.add(
@@ -269,6 +266,11 @@ class Probe:
     def close(self) -> None:
         """Write what is left."""
         self._log.close()
+
+
+def _is_whole(request: Any) -> bool:
+    """Whether its prompt is computed with the step that is scheduled, which then gives its first token."""
+    return bool(request.num_computed_tokens >= request.num_prompt_tokens)
 
 
 def config_of(scheduler: Any) -> dict[str, Any]:

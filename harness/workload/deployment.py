@@ -169,6 +169,7 @@ class Deployment:
     shape: ModelShape
     pool: PoolShape
     limits: SchedulerLimits
+    vllm_python: str | None = None  # interpreter of the measured engine where that is vLLM; None: ours
 
     @cached_property
     def draft(self) -> ModelShape | None:
@@ -270,6 +271,7 @@ def deployment_of(config: RunConfig) -> Deployment:
         shape,
         pool,
         limits_of(config.scheduler, pool.max_model_len),
+        config.oracle.python,
     )
 
 

@@ -298,6 +298,7 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     for way, is_on, head in (
         (Way.client, resubmits, "beams that a client sends (decoding.sharing=prefix_cache)"),
         (Way.replicas, point.replicas > 1, f"device.data_parallel={point.replicas}"),
+        (Way.vllm, deployment.measured and deployment.engine.on_vllm, "engine=vllm"),
         (
             Way.measured_groups,
             config.measure and point.pool.groups is not None,
