@@ -22,6 +22,7 @@ from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
 from harness.twin.kv_join import BlockEvents, read_block_events
 from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
+from harness.twin.probe_log import read_probe
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
 from harness.twin.settings import EngineSettings, with_sglang_defaults, with_vllm_defaults
@@ -72,6 +73,8 @@ def _engine_log(folder: Path) -> EngineLog:
         files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _IGNORED)
     for path in files:
         _read_path(path, found, alone=len(files) == 1)
+    if found.probed:
+        _take_probe(found)
     logs = found.requests or found.printed_requests
     log = _only(folder, logs, "log of requests")
     if log is None:
@@ -159,6 +162,7 @@ class _Found:
     settings: list[tuple[Path, EngineSettings]] = field(default_factory=list)
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
     events: list[tuple[Path, BlockEvents]] = field(default_factory=list)  # KV cache events
+    probed: list[SourceFile] = field(default_factory=list)  # files of one log of the probe
     notes: list[str] = field(default_factory=list)
 
 
@@ -257,7 +261,23 @@ def _server_log(file: SourceFile, found: _Found) -> None:
         found.printed.append((Path(file.path), series))
 
 
+def _probed(file: SourceFile, found: _Found) -> None:
+    found.probed.append(file)
+
+
+def _take_probe(found: _Found) -> None:
+    """What the files of a probe hold together."""
+    log = read_probe(found.probed)
+    path = Path(log.requests.file.path)
+    found.requests.append((path, log.requests))
+    found.settings.append((path, log.settings))
+    if log.series is not None:
+        found.series.append((path, log.series))
+    found.notes += log.notes
+
+
 READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
+    "the log of pagetwin_probe": (lambda head: head.has("pagetwin_probe"), _probed),
     "requests.jsonl of LLMServingSim's recorder": (
         lambda head: head.has("input_toks", "queued_ts"),
         _log(exports.read_recorded_requests),
