@@ -109,7 +109,7 @@ class BlockPool {
     }
     gone.reverse();   // the tail of a prefix is evicted first
     this.queue.push(...gone.filter(block => this.hash[block] !== null));
-    this.stack.push(...gone.filter(block => this.hash[block] === null));
+    this.stack.push(...gone.filter(block => this.hash[block] === null).reverse());   // the last one comes back first
     this.sequences.delete(name);
     return gone;
   }

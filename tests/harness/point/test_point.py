@@ -221,8 +221,10 @@ def test_a_path_that_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_a_model_whose_attention_cannot_be_replaced_is_refused_by_name(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bloom", "n_embd": 64, "n_head": 4, "n_layer": 2}')
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
     config.model.path = str(tmp_path)
+    config_text = (tmp_path / "config.json").read_text()
+    checkpoint(tmp_path)  # whole weights; then the configuration of another type
+    (tmp_path / "config.json").write_text(config_text)
     with pytest.raises(ConfigError, match="bloom"):
         check_point(config)
 
