@@ -7,7 +7,7 @@ requests in the server does not grow while they arrive (`growth`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
 from typing import Any
@@ -16,7 +16,15 @@ import numpy as np
 
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat, WeightDtype
+from harness.config.schema import (
+    Compiled,
+    EngineDevice,
+    Oversize,
+    ReplayMode,
+    RunConfig,
+    TraceFormat,
+    WeightDtype,
+)
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.metrics.log import RunLog
@@ -37,6 +45,7 @@ _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound w
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
+_WORTH_COMPILING = 5_000  # requests: a case replays them some twenty times, which pays for compiling once
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -368,6 +377,8 @@ class LoadCase:
         if part.missing:
             return Trial(rate, changes, seed, {}, {NEVER_FITS: part.missing}, None, ())
         point, cost = part.point.of_trace(trace), cost_model(part.point.deployment)
+        if len(trace.requests) >= _WORTH_COMPILING and obstacle(point, cost) is None:
+            point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
         if end:
             cost = at_end(point.deployment, cost, end == "fast") or cost
         found = predict(point, cost, rows=True)
