@@ -24,7 +24,9 @@ from tiers import tier
 from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.options import GroupKind, SchedulerLimits, Scheduling, WindowHits
 from harness.compiled.grouping import Grouping
+from harness.compiled.pool import add_run, evict, own_run, take_run
 from harness.compiled.replay import PlainPool, PlainRequests
+from harness.compiled.state import CACHED
 from harness.metrics.log import RunLog
 
 WINDOWS = st.lists(
@@ -95,6 +97,7 @@ CROWDS = [
     (3, [(1, None), (2, 16)], 0, SchedulerLimits(48, 12, admit_whole_prompt=False)),
     (5, [(1, None), (2, 5)], None, SchedulerLimits(48, 12, admit_whole_prompt=False)),
     (7, [(1, None), (3, 5)], None, SchedulerLimits(16, 12)),
+    (0, [(1, 16), (1, 5)], 0, SchedulerLimits(48, 12, admit_whole_prompt=False)),
 ]
 
 
@@ -108,3 +111,17 @@ def test_groups_are_compared_where_requests_come_back_and_hold_duplicates(
     assert found.requests["preemptions"].sum() > 10
     assert found.requests["resumed_hit_tokens"].sum() > 50
     assert found.waste["duplicate"].max() > 0
+
+
+def test_of_blocks_whose_middle_is_in_use_again_the_last_are_evicted_first() -> None:
+    requests, pool = (
+        PlainRequests(*(np.array([value]) for value in (7, 0, 40, 2))),
+        PlainPool(9, 4, keeps=True),
+    )
+    state = compiled_replay(requests, SchedulerLimits(), pool, COSTS["fitted"]).state
+    add_run(state, 0, 2, 6, True, 0)
+    take_run(state, 0, 4, 6)
+    state.at[CACHED] -= 2
+    evict(state, 2)
+    assert own_run(state, 0, 2, 8) == 2
+    assert own_run(state, 0, 6, 8) == 0
