@@ -325,6 +325,11 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
             f"{figures.get('preemptions', nan):>11,.0f}"
         )
     config = case.config
+    if not config.scheduler.async_scheduling:
+        say(
+            "note: a step is scheduled when the step before it has ended; vLLM schedules ahead by default, and its "
+            "first tokens come up to a step later (scheduler.async_scheduling=true)"
+        )
     say(
         f"note: {advice.simulations} simulations on {config.device.name} with {config.model.name}, pool "
         f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
