@@ -21,7 +21,8 @@ from harness.config.schema import RunConfig
 from harness.console import say
 from harness.environment import SERVER, check_engine, check_installed, check_weights
 from harness.sweep.plan import one_configuration
-from harness.workload.deployment import PoolShape, deployment_of, model_shape, new_scheduler
+from harness.workload.deployment import PoolShape, deployment_of, model_shape
+from harness.workload.scheduler import new_scheduler
 
 if TYPE_CHECKING:
     from engine.runtime.engine import Engine

@@ -6,27 +6,19 @@ imports torch.
 """
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
-from engine.core.memory.block_pool import ResidencySampler
-from engine.core.memory.contiguous import ContiguousManager
-from engine.core.memory.eviction import CheckpointRule, EvictionQueue
+from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import pages_of
-from engine.core.memory.paged import PagedManager
-from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions, Sharing
-from engine.core.policies import Policies
-from engine.core.scheduling.scheduler import Scheduler
+from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
@@ -40,7 +32,6 @@ from harness.config.schema import (
     EngineConfig,
     EngineDevice,
     ModelConfig,
-    ReplayConfig,
     RunConfig,
     SchedulerConfig,
     WeightDtype,
@@ -49,7 +40,6 @@ from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
 from harness.metrics.log import FloatArray, IntArray
-from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
 from harness.workload.architecture import (
     TIED,
     UNGATED,
@@ -596,105 +586,3 @@ def activation_bytes(model: ModelShape, scheduler: SchedulerConfig, parallel: in
     forward = tokens * (4 * hidden + mlp)
     rows = min(scheduler.max_running, tokens)
     return max(forward, tokens * hidden + rows * model.vocab * _SAMPLER_BYTES)
-
-
-_METHODS = {
-    "cache.eviction": ("push", "remove", "pop", "blocks", "__len__"),
-    "scheduler.order": ("key",),
-    "scheduler.victim": ("choose",),
-    "scheduler.admission": ("allows",),
-}
-
-
-def new_scheduler(deployment: Deployment, *, keep_events: bool = False) -> Scheduler:
-    """A scheduler over an empty pool; a paged one collects changes of its prefix cache where asked.
-
-    Raises:
-        ConfigError: a class of the user cannot be imported or made, or lacks a method.
-    """
-    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events))[0]
-
-
-def observed_scheduler(
-    deployment: Deployment,
-    keep: ReplayConfig,
-    *,
-    clock: Callable[[], int] = lambda: 0,
-    eviction: EvictionQueue | None = None,
-) -> tuple[Scheduler, list[MemoryObserver]]:
-    """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns.
-
-    `eviction` is used instead of the eviction order that the cache names.
-    """
-    pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
-    policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
-    if pool.groups is not None:
-        grouped = PagedManager.of(
-            pages_of(
-                pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
-            ),
-            most_chunk=limits.max_batched_tokens,
-            prefix_caching=pool.prefix_caching,
-            window_hits=cache.window_hits,
-            retention_interval=cache.retention_interval,
-            host_slots=cache.host_tokens * pool.kv_bytes_per_token // pool.groups.slot_bytes,
-        )
-        assert grouped.groups is not None
-        return Scheduler(grouped, limits, policies), [Wastes(grouped.groups.account)]
-    if pool.policy is not CachePolicy.paged:
-        reservation = pool.policy.reservation
-        contiguous = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
-        return Scheduler(contiguous, limits, policies), kept
-    sampler = None if keep.residency is None else ResidencySampler(keep.residency, clock=clock)
-    paged = PagedManager(
-        pool.num_blocks,
-        pool.block_size,
-        prefix_caching=pool.prefix_caching,
-        retention=cache.retention,
-        deduplicate=cache.deduplicate,
-        copy_at_fork=cache.copy_at_fork,
-        keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
-        host_blocks=cache.host_tokens // pool.block_size,
-        eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
-        keep_events=keep.kv_events,
-        keep_lookups=keep.lookups,
-        residency=sampler,
-    )
-    if keep.kv_events:
-        kept.append(KvEvents(paged))
-    if keep.lookups:
-        kept.append(Lookups(paged))
-    if sampler is not None:
-        kept.append(Residencies(sampler))
-    return Scheduler(paged, limits, policies), kept
-
-
-def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
-    builtin = Policies.of(limits.policy)
-    return Policies(
-        order=_user_policy("scheduler.order", scheduler.order) or builtin.order,
-        victim=_user_policy("scheduler.victim", scheduler.victim) or builtin.victim,
-        admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
-    )
-
-
-def _user_policy(key: str, name: str | None) -> Any:
-    """A new instance of the user's class; modules in the working directory are found too."""
-    if name is None:
-        return None
-    module, _, cls = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
-    try:
-        instance = getattr(import_module(module), cls)()
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
-    return _with_methods(key, name, instance, _METHODS[key])
-
-
-def _with_methods(key: str, name: str, instance: Any, methods: Sequence[str]) -> Any:
-    missing = [method for method in methods if not callable(getattr(instance, method, None))]
-    if missing:
-        raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
-    return instance

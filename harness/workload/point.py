@@ -41,9 +41,8 @@ from harness.workload.deployment import (
     Deployment,
     PoolShape,
     deployment_of,
-    new_scheduler,
-    observed_scheduler,
 )
+from harness.workload.scheduler import new_scheduler, observed_scheduler
 from harness.workload.trace import Traffic, reshaped_trace, retimed, traffic_of
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
