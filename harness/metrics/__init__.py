@@ -146,11 +146,11 @@ KEEPS_MORE = (
 """What to know of hits with groups of layers where everything is kept, as in records without the setting."""
 
 _OPTIMUM = (
-    Metric("optimal_hit_tokens", "hit tokens, best eviction", "tokens",
+    Metric("optimal_hit_tokens", "hit tokens, bound", "tokens",
            "bound on the fresh hit tokens of any order of eviction, for the run's own order of admissions and ends "
            "(Belady); blocks of running requests may put it out of reach; with replay.optimum=true"),
-    Metric("optimal_hit_ratio", "hit ratio, best eviction", SHARE,
-           "optimal hit tokens / prompt tokens of the requests that were scheduled"),
+    Metric("optimal_hit_ratio", "hit ratio, bound", SHARE,
+           "bound on the hit tokens / prompt tokens of the requests that were scheduled"),
 )  # fmt: skip
 
 _COUNTS = (

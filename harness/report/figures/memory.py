@@ -358,7 +358,7 @@ _LINES = ("-", "--", ":", "-.", "-", "--")
 
 
 def draw_hits(study: Study, axes: Axes) -> Picture:
-    """Left: the hit ratio of each point, and Belady's optimum for its run. Right: hit ratio against the match unit."""
+    """Left: the hit ratio of each point, and the bound for its run. Right: hit ratio against the match unit."""
     paged = [record for record in study.records if record.policy == "paged"]
     best = spread([record for record in paged if _HITS[1] in record.simulated], _MOST_BARS)
     table = comparison_table(paged, axes, _HITS).drop_duplicates(["point", "metric"])
@@ -369,7 +369,7 @@ def draw_hits(study: Study, axes: Axes) -> Picture:
     if not best and not swept:
         return Missing(
             "hits",
-            "No point asked for the best order of eviction (replay.optimum=true), and no points with groups of layers "
+            "No point asked for the bound on hits (replay.optimum=true), and no points with groups of layers "
             "have different match units, so hits are not drawn.",
         )
     columns = bool(best) + bool(swept)
@@ -381,14 +381,21 @@ def draw_hits(study: Study, axes: Axes) -> Picture:
     caption = "Predicted share of prompt tokens that the prefix cache finds."
     if best:
         caption += (
-            " Bars are points; the mark is the most that any order of eviction finds with the run's own admissions and "
-            "ends (Belady). What lies between them is all that a better rule of keeping could gain."
+            " Bars are points; the mark is a bound on what any order of eviction finds with the run's own admissions "
+            "and ends (Belady). Blocks of running requests may put it out of reach, so a better rule gains at most "
+            f"what lies between them. Of the points that asked for it {_most_found(best)}."
         )
     if swept:
         caption += (
             " The match unit is the length of which the end of every hit is a multiple: less is never found."
         )
     return Drawing("hits", caption, figure, table)
+
+
+def _most_found(records: Sequence[PointRecord]) -> str:
+    """Which of the points finds most, in words."""
+    most = max(records, key=lambda record: record.simulated["hit_ratio"])
+    return f"{most.point_label} finds most: {100 * most.simulated['hit_ratio']:.3g} %"
 
 
 def _unit(record: PointRecord) -> tuple[int, str]:
@@ -408,7 +415,7 @@ def _against_the_best(panel: "Panel", table: "pd.DataFrame") -> None:
         color="black",
         markersize=12,
         markeredgewidth=2,
-        label="best order of eviction",
+        label="bound for any order",
     )
     panel.set_yticks(places, list(wide.index), fontsize=6)
     panel.set(ylim=(len(wide) - 0.5, -0.5), xlabel="prompt tokens found (%)")

@@ -151,4 +151,4 @@ def test_the_report_shows_each_rule_beside_the_optimum(
     words = (*BASE, *sizes, "cache.keep=recent,superseded", f"out={tmp_path}")
     assert main(["sweep", *words]) == 0
     assert (tmp_path / "report" / "figures" / "hits.svg").exists()
-    assert "best order of eviction" in (tmp_path / "report" / "index.html").read_text()
+    assert "bound for any order" in (tmp_path / "report" / "index.html").read_text()
