@@ -35,12 +35,13 @@ class CalibrationError(RuntimeError):
 def calibration_fingerprint(deployment: Deployment) -> str:
     """A digest of all that step times depend on: model, engine settings, device, versions, code."""
     model, engine, decoding = deployment.model, deployment.engine, deployment.decoding
+    code = engine_code(engine, deployment.vllm_python)
     # the model that proposes tokens, whose passes are priced too; the number of draft tokens does not matter
     draft = checkpoint_stamp(decoding.draft_path) if decoding.draft_path else "the model itself"
     facts: dict[str, Any] = {
         "model": {name: str(value) for name, value in sorted(vars(model).items())},
         "checkpoint": checkpoint_stamp(model.path) if model.path else None,
-        "engine": [*engine_code(engine, deployment.vllm_python), engine.threads, bool(engine.cuda_graphs)],
+        "engine": [*code, engine.threads, bool(engine.cuda_graphs)],
         "device": deployment.device_at_hand,
         "clock": str(deployment.clock_used),
         "yardstick": deployment.has_yardstick,

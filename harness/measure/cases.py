@@ -259,13 +259,13 @@ def held_out_point(deployment: Deployment, held_out: HeldOut, lone_request_s: fl
     """The workload on a pool of its own, its lengths cut to what the model takes."""
     pool = _pool(deployment, held_out, _POOL_TOKENS)
     longest = pool.max_model_len
+    budget = max(deployment.scheduler.max_batched_tokens, held_out.beam_width)
+    served = alone(deployment, pool, SchedulerLimits(budget, max_running=64, max_model_len=longest))
     trace = generate_trace(held_out.table, num_requests=held_out.requests, seed=HELD_OUT_SEED)
     totals = [row.prompt_tokens + row.output_tokens for row in trace.requests]
     factor = min(_MEAN_TOKENS / (sum(totals) / len(totals)), (longest - 4) / max(totals), 1.0)
     trace = set_rate(scale_lengths(trace, factor), held_out.load / lone_request_s)
-    budget = max(deployment.scheduler.max_batched_tokens, held_out.beam_width)
-    limits = SchedulerLimits(budget, max_running=64, max_model_len=longest)
     decoding = Decoding.beam if held_out.beam_width > 1 else Decoding.greedy
     traffic = Traffic(ReplayMode.closed, users=held_out.users) if held_out.users else Traffic()
     requests = TraceDecoding(RequestDecoding(held_out.beam_width, decoding))
-    return Point(alone(deployment, pool, limits), Workload(trace, requests, traffic))
+    return Point(served, Workload(trace, requests, traffic))

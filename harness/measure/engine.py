@@ -76,6 +76,8 @@ def measure(
         assert observe is None, "a lesson is of our engine"
         return measure_on_vllm(point, progress=progress, step_ns=step_ns, reference=reference)
     clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
+    live: dict[int, Request] = {}
+    meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
     runner, algorithm = _runner(point, seed, clock), deployment.cache.hash
     loaded = runner.loaded
     ids = {"seed": workload.seed, "vocab_size": loaded.vocab_size, "first_id": loaded.first_token_id}
@@ -91,8 +93,6 @@ def measure(
             runner.add(timed.request, prompts[timed.request.request_id])
     yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
     with _no_collection():
-        live: dict[int, Request] = {}
-        meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
         executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
         if workload.drawn.survival:
             executor = PinnedEnds(executor, workload.drawn.survival, live)

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,14 @@ class VllmEngine(Peer):
     """A running vLLM. `begin` starts a run with an empty pool."""
 
     def __init__(self, python: str | None, threads: int) -> None:
-        self.version = vllm_version(python)
+        self._python = python
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         super().__init__(python or sys.executable, _PROGRAM, environment=environment)
+
+    @cached_property
+    def version(self) -> str:
+        """That of vLLM, as its interpreter says it."""
+        return vllm_version(self._python)
 
     def ask(self, question: Mapping[str, Any]) -> Any:
         """The answer. Raises ConfigError if vLLM stopped."""

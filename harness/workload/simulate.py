@@ -146,10 +146,10 @@ def _obstacle(point: Point) -> str | None:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
     if point.workload.traffic.client != OPEN:
         return "the trace's client holds requests back"
-    if (grouping := _grouping(point)) and (reason := grouping.obstacle()):
-        return reason
     if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
         return "turns wait for later ones"
+    if (grouping := _grouping(point)) and (reason := grouping.obstacle()):
+        return reason
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
 
 
