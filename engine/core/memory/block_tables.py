@@ -82,6 +82,14 @@ class GroupTables(Sequence[int]):
         return self.of[group].pages()
 
 
+def tables_of(sequence: SequenceState) -> GroupTables:
+    """What a live sequence has in several groups; raises UnknownSequenceError for another one."""
+    tables = sequence.table
+    if not isinstance(tables, GroupTables):
+        raise UnknownSequenceError(f"{sequence} holds no pages: never admitted, or released before")
+    return tables
+
+
 class SlotCounters:
     """Counters of the live tables: written slots, entries, blocks, and slots that will never be filled (`internal`).
 
@@ -167,6 +175,21 @@ class BlockTables:
     def blocks_of(self, tokens: int) -> int:
         """How many blocks `tokens` tokens need."""
         return -(-tokens // self.block_size)
+
+    def most_blocks(
+        self, request: Request, width: int, tokens: int, *, chunk: int = 0, shares: bool = True
+    ) -> int:
+        """The most blocks of `width` branches of a request with `tokens` tokens each, in chunks of at most `chunk`.
+
+        They share full blocks of the prompt, unless `shares` is False: then none.
+        """
+        whole = most = self.blocks_of(tokens)
+        if self.group is not None:
+            most = self.group.most_blocks(tokens, chunk)
+        if width == 1:
+            return most
+        shared = request.prompt_tokens // self.block_size if shares else 0
+        return min(shared + width * (whole - shared), width * most)
 
     # -- one table -----------------------------------------------------------------------------------------
 

@@ -1,27 +1,22 @@
 """The pages of groups: which pool a group takes them from, which are evicted first, and where their bytes go.
 
 `PoolPages` keeps one `BlockPool` for all groups or one for each. Page numbers of all pools differ from each other.
-`LayerGroups` is what a manager knows of several groups together: their pages, hits, and the account of their bytes.
+`GroupAccount` says what the bytes of all pages are.
 """
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from math import gcd
 from operator import mul
 from typing import NamedTuple
 
 from engine.core.errors import CoreError
-from engine.core.identity import BlockHash
 from engine.core.memory.block_pool import BlockPool
-from engine.core.memory.block_tables import GroupTable
 from engine.core.memory.eviction import EvictionOrder
 from engine.core.memory.group_chunks import ChunkPages
-from engine.core.memory.group_layout import GroupLayout, KVGroup
-from engine.core.memory.prefix_cache import GroupHits, PrefixCache, PrefixHit
-from engine.core.options import GroupPages, Retention, WindowHits
+from engine.core.memory.group_layout import GroupLayout
+from engine.core.memory.prefix_cache import PrefixCache
+from engine.core.options import GroupPages, Retention
 from engine.core.plan import SlotUsage
-from engine.core.request import Request
-from engine.core.sequence import Group
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,96 +194,6 @@ def pages_of(
     if layout.pages is GroupPages.lcm:
         return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
     return PoolPages(layout, counts, retention=retention, behind_first=behind_first)
-
-
-class LayerGroups:
-    """What a manager knows of several groups of layers: their pages, hits, and the account of their bytes.
-
-    `most_chunk` is the largest chunk of a prompt, in tokens: with it a sequence is known to hold no more of a window's
-    layers than the window and a chunk.
-    """
-
-    def __init__(
-        self,
-        pages: PoolPages | ChunkPages,
-        caches: Sequence[PrefixCache],
-        *,
-        most_chunk: int,
-        window_hits: WindowHits,
-    ) -> None:
-        if most_chunk < 1:
-            raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")
-        self.layout, self.pages = pages.layout, pages
-        self.most_chunk = most_chunk
-        self.hits = GroupHits(pages.layout, caches, window_hits)
-        self.account = GroupAccount(pages, caches)
-        cached = any(cache.enabled for cache in caches)
-        self.aligned_tokens = next(
-            (group.block_size for group in pages.layout.groups if group.aligned and cached), 0
-        )
-        self._tables = [cache.tables for cache in caches]
-        self.states = [tables for tables in self._tables if tables.keeps_states]
-        # keys of states that the step being scheduled writes
-        self.fresh_states: set[BlockHash | None] = set()
-        self.expected = [0] * len(
-            caches
-        )  # pages that the rows of the group that is being scheduled need still
-
-    @property
-    def growth(self) -> int:
-        """How often a steady sequence is looked at, in tokens: where a window may leave a block, at every one.
-
-        A prompt's last chunk leaves blocks behind at once, so even windows of whole blocks cannot be looked at less
-        often.
-        """
-        if any(group.keeps is not None for group in self.layout.groups):
-            return 1
-        return gcd(*(group.block_size for group in self.layout.groups))
-
-    def writes_state_of(self, hit: PrefixHit) -> bool:
-        """Whether the step that is being scheduled writes a state that a hit ends with.
-
-        The request waits for the next one then, as in vLLM: a row must begin with its state.
-        """
-        found = zip(self._tables, hit.pages, strict=True)
-        ends = (tables.pool.hash_of(pages[-1]) for tables, pages in found if pages)
-        return not self.fresh_states.isdisjoint(ends)
-
-    def chunk_end(self, group: Group, start: int, end: int, most: int, junction: int) -> int:
-        """Where a row of a prompt ends that begins at token `start` and may go to `end`.
-
-        It ends where an aligned state can be kept: at the end of a block, at the last one before the prompt's end, and
-        at the junction. A block longer than `most`, the largest chunk, is computed in several. Source:
-        `Scheduler._mamba_block_aligned_split` in vllm/v1/core/sched.
-        """
-        size, known = self.aligned_tokens, group.root_target
-        last = max(group.request.prompt_tokens, known - 1)
-        if start >= last:
-            return end
-        if end < last:
-            aligned = end // size * size
-            if aligned > start or size <= most:
-                end = aligned
-        stops = [(known - 1) // size * size]
-        if start % size:
-            stops.append((start // size + 1) * size)
-        if start < junction < end:
-            stops.append(start + (junction - start) // size * size)
-        return max(start, min([stop for stop in stops if start < stop < end], default=end))
-
-    def take(self, needs: Sequence[int], request: Request) -> list[list[int]]:
-        """Take pages of all groups for a request, those that its other rows need being left."""
-        self.expected = [max(0, before - now) for before, now in zip(self.expected, needs, strict=True)]
-        return self.pages.take(needs, request.request_id, self.expected)
-
-    def next_change(self, parts: Sequence[GroupTable]) -> int:
-        """After how many tokens a sequence fills the table of a group, or the window of one leaves the next block."""
-        return min(map(_next_change, self.layout.groups, parts))
-
-
-def _next_change(group: KVGroup, part: GroupTable) -> int:
-    full = len(part.table) * group.block_size
-    return full if group.keeps is None else min(full, (part.held + 1) * group.block_size + group.keeps - 1)
 
 
 class GroupWaste(NamedTuple):

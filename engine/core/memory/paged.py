@@ -10,22 +10,20 @@ from functools import partial
 from itertools import islice
 from typing import Self
 
-from engine.core.errors import CoreError, InvariantError, UnknownSequenceError
+from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
-from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables
+from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables, tables_of
 from engine.core.memory.eviction import CheckpointRule, EvictionQueue, KeepQueue
 from engine.core.memory.group_chunks import ChunkPages
-from engine.core.memory.group_pages import LayerGroups, PoolPages
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.layer_groups import LayerGroups
 from engine.core.memory.manager import FastForwardColumns, KVCacheManager, beyond_end, check_parents
-from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, PrefixHit, RecentHits
+from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
 from engine.core.memory.swapping import CopyAtFork, HostPool, Swapper
 from engine.core.options import Retention, SpeculationMode, WindowHits
 from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
-
-# Branches, their tokens, and the end of the first chunk, with which a request would be admitted.
-_Wanted = tuple[int, int, int | None]
 
 
 class PagedManager:
@@ -126,13 +124,7 @@ class PagedManager:
         """What a sequence has in each group: of a plain model, the sequence itself."""
         if self.groups is None:
             return (sequence,)
-        return self._of(sequence).of
-
-    def _of(self, sequence: SequenceState) -> GroupTables:
-        tables = sequence.table
-        if not isinstance(tables, GroupTables):
-            raise UnknownSequenceError(f"{sequence} holds no pages: never admitted, or released before")
-        return tables
+        return tables_of(sequence).of
 
     # -- admission -----------------------------------------------------------------------------------------
 
@@ -144,31 +136,20 @@ class PagedManager:
         speculation = request.speculation
         drafted = speculation is not None and request.output_tokens > 1
         most = 2 * request.most_kv_tokens - request.final_kv_tokens
-        needs = [self._blocks(tables, request, request.width, most) for tables in self._tables()]
+        needs = self._needs(request, request.width, most)
         if drafted and speculation and speculation.mode is SpeculationMode.fork:
             needs = [need + (1 if self._copying is None else need) for need in needs]
         if self.groups is None:
             if needs[0] <= self.num_blocks:
                 return None
             return f"needs {needs[0]} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
-        if request.identity is not None and request.identity.shares_outputs:
-            return "shares its outputs through the prefix cache, which a cache with groups does not serve"
-        if drafted and self.groups.states:
-            return "has draft tokens, which a state cannot take back"
-        return self.groups.pages.lacks_ever(needs)
+        return self.groups.never_serves(request, drafted) or self.groups.pages.lacks_ever(needs)
 
-    def _tables(self) -> list[BlockTables]:
-        return [cache.tables for cache in self.caches]
-
-    def _blocks(self, tables: BlockTables, request: Request, width: int, tokens: int) -> int:
-        """The most blocks of `width` branches with `tokens` tokens each; they share full blocks of the prompt alone."""
-        whole = most = tables.blocks_of(tokens)
-        if tables.group is not None and self.groups is not None:
-            most = tables.group.most_blocks(tokens, self.groups.most_chunk)
-        if width == 1:
-            return most
-        shared = request.prompt_tokens // tables.block_size if self._copying is None else 0
-        return min(shared + width * (whole - shared), width * most)
+    def _needs(self, request: Request, width: int, tokens: int) -> list[int]:
+        """The most blocks of each group of layers for `width` branches of a request with `tokens` tokens each."""
+        if self.groups is not None:
+            return self.groups.needs(request, width, tokens)
+        return [self.tables.most_blocks(request, width, tokens, shares=self._copying is None)]
 
     def lookup(self, group: Group) -> Sequence[int]:
         """Blocks of the longest cached prefix. At least one token is left to compute.
@@ -199,59 +180,23 @@ class PagedManager:
         if tokens is not None and tokens < group.root_target:
             width, whole = 1, tokens
         if self.groups is not None:
-            return self._can_admit_groups(self.groups, group, hits, spare_blocks, (width, whole, chunk_end))
+            return self.groups.can_admit(group, hits, spare_blocks, (width, whole), chunk_end)
         whole = max(whole, chunk_end or 0)  # draft tokens go further
-        pool, need = self.pool, self._blocks(self.tables, group.request, width, whole)
+        pool, (need,) = self.pool, self._needs(group.request, width, whole)
         need += (pool.unreferenced(hits) - len(hits)) if hits else 0
         return need + spare_blocks <= pool.free_blocks
-
-    def _can_admit_groups(
-        self, groups: LayerGroups, group: Group, hits: Sequence[int], spare: int, wanted: _Wanted
-    ) -> bool:
-        hit = self._hit_of(groups, hits)
-        if groups.writes_state_of(hit):
-            return False
-        width, whole, chunk_end = wanted
-        start = len(hits) * self.block_size
-        end = min(group.root_target, start + groups.most_chunk) if chunk_end is None else chunk_end
-        lasting: list[int] = []
-        at_once: list[int] = []
-        for tables in self._tables():
-            if tables.aligned:  # the state that the first chunk ends with
-                lasting.append(width)
-                at_once.append(1)
-                continue
-            had = start // tables.block_size
-            lasting.append(max(0, self._blocks(tables, group.request, width, whole) - had))
-            at_once.append(max(0, tables.blocks_of(end) - had))
-        return all(groups.pages.fits(needs, hit.pages, spare) for needs in (lasting, at_once))
-
-    @staticmethod
-    def _hit_of(groups: LayerGroups, hits: Sequence[int]) -> PrefixHit:
-        if isinstance(hits, PrefixHit):
-            return hits
-        if len(hits):
-            raise CoreError("a cache with groups is given hits that its lookup did not return")
-        return groups.hits.nothing()
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open tables with the hits. They get a reference first, so that the request cannot evict its own hits."""
         (root,) = group.sequences
-        parts: Sequence[SequenceState] = (root,)
         if self.groups is None:
             self.tables.open_hits(root, list(hits))
         else:
-            hit = self._hit_of(self.groups, hits)
-            found = hit.pages
-            root.table = GroupTables([GroupTable(root, len(pages), hit.junction) for pages in found])
-            parts = root.table.of
-            for tables, part, pages in zip(self._tables(), root.table.of, found, strict=True):
-                part.held = next((place for place, page in enumerate(pages) if page), len(pages))
-                tables.open_hits(part, list(pages))
+            self.groups.open_hits(root, hits)
         root.computed = len(hits) * self.block_size
         if served := self.prefix_cache.serves(group.request):
             private = group.private[-1] if group.private else self._new_numbers(group.request)
-            for cache, own in zip(self.caches, parts, strict=True):
+            for cache, own in zip(self.caches, self._parts(root), strict=True):
                 cache.adopt(group, own, len(own.table), private)
         if self.lookups is not None and group in self._looked_up:
             self.lookups.append(self._looked_up.pop(group))
@@ -272,7 +217,7 @@ class PagedManager:
         With groups it releases what the windows of the sequences have left.
         """
         if self.groups is not None:
-            return self._can_extend_groups(self.groups, rows)
+            return self.groups.can_extend(rows)
         size, need, request = self.block_size, 0, rows[0].sequence.request
         for sequence, query_len, _, _, ahead, _ in rows:
             need -= (-sequence.computed - query_len - ahead) // size + len(sequence.table)
@@ -281,22 +226,6 @@ class PagedManager:
         elif request.width > 1 or request.speculation is not None:
             need += self.tables.copies_needed([row.sequence for row in rows])
         return need <= 0 or need <= self.pool.free_blocks
-
-    def _can_extend_groups(self, groups: LayerGroups, rows: Sequence[ScheduledRow]) -> bool:
-        """Blocks behind windows are released at once where more are needed, also if the sequence is preempted then: so
-        the order of eviction is vLLM's, whose `allocate_slots` calls `remove_skipped_blocks` before it counts what is
-        free.
-        """
-        for row in rows:
-            self._release_behind(row.sequence)
-        ends = [row.sequence.computed + row.query_len + row.ahead for row in rows]
-        groups.expected = []
-        for tables, *parts in zip(self._tables(), *(self._parts(row.sequence) for row in rows), strict=True):
-            pairs = list(zip(parts, ends, strict=True))
-            lacking = sum(tables.lacking(part.table, end) for part, end in pairs)
-            tails = [part.table[-1] for part, end in pairs if tables.writes_tail(part, end)]
-            groups.expected.append(lacking + tables.copies_of(tails))
-        return groups.pages.fits(groups.expected)
 
     def extend(self, row: ScheduledRow) -> int:
         """Allocate blocks for the row's tokens, and copy a shared partial last block. Returns how many blocks.
@@ -310,7 +239,7 @@ class PagedManager:
         if end > sequence.request.most_kv_tokens:
             raise beyond_end(sequence, end)
         if self.groups is not None:
-            return self._extend_groups(self.groups, row)
+            return self.groups.extend(row)
         if self._deduplicate:
             self.prefix_cache.deduplicate(sequence)
         taken = self._copying.copy_tables(sequence.request) if self._copying is not None else 0
@@ -329,71 +258,19 @@ class PagedManager:
         self.prefix_cache.cache_full(sequence, (end - drafts - unseen) // size)
         return taken
 
-    def _extend_groups(self, groups: LayerGroups, row: ScheduledRow) -> int:
-        """What is generated is private, and cached when the sequence leaves it."""
-        sequence, request = row.sequence, row.sequence.request
-        end = sequence.computed + row.query_len
-        taken = self._grow(groups, sequence, end + row.ahead)
-        certain = min(end - row.drafts, request.prompt_tokens)
-        for cache, part in zip(self.caches, self._parts(sequence), strict=True):
-            cache.tables.wrote(row.query_len)
-            before = part.cached_blocks
-            cache.cache_upto(part, certain)
-            if cache.tables.keeps_states:
-                written = filter(None, part.table[before : part.cached_blocks])
-                groups.fresh_states.update(set(map(cache.tables.pool.hash_of, written)) - {None})
-        return taken
-
-    def _grow(self, groups: LayerGroups, sequence: SequenceState, end: int) -> int:
-        """Take the pages of a sequence for tokens up to `end` from all groups at once, copies of shared ones too."""
-        self._release_behind(sequence)
-        tables = self._of(sequence)
-        copies, needs = [], []
-        for cache, part in zip(self.caches, tables.of, strict=True):
-            copies.append(cache.tables.shares_tail(part, end))
-            needs.append(copies[-1] + cache.tables.lacking(part.table, end))
-        if any(needs):
-            for cache, part, copied, pages in zip(
-                self.caches, tables.of, copies, groups.take(needs, sequence.request), strict=True
-            ):
-                if copied:
-                    cache.tables.copy_tail(part, pages.pop(0))
-                if pages:
-                    cache.tables.append_upto(part, pages, end)
-        tables.due = groups.next_change(tables.of)
-        return sum(needs)
-
-    def _release_behind(self, sequence: SequenceState) -> None:
-        """Release the blocks that the next token does not see; full ones stay in the prefix cache."""
-        start = sequence.computed
-        for cache, part in zip(self.caches, self._of(sequence).of, strict=True):
-            group = cache.tables.group
-            if group is None or group.keeps is None:
-                continue
-            skipped = min(group.skipped(start), len(part.table))
-            if skipped > part.held:
-                whole = start // self.block_size * self.block_size // group.block_size
-                cache.cache_full(part, min(skipped, whole))
-                cache.tables.drop_behind(part, skipped)
-
     def chunk_end(
         self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
     ) -> int:
         """With groups, where a state can be kept. See `KVCacheManager.chunk_end`."""
-        if self.groups is None or not self.groups.aligned_tokens:
-            return end
-        part = self._of(group.sequences[0]).of[0] if hits is None else self._hit_of(self.groups, hits)
-        return self.groups.chunk_end(group, start, end, most, part.junction)
+        return end if self.groups is None else self.groups.chunk_end(group, start, end, most, hits)
 
     def can_append(self, group: Group) -> bool:
         """Whether every branch of a steady group can have what its next token needs. Releases as `can_extend` does."""
         if self.groups is None:
             return len(group.sequences) <= self.pool.free_blocks
-        if all(sequence.computed < self._of(sequence).due for sequence in group.sequences):
+        if all(sequence.computed < tables_of(sequence).due for sequence in group.sequences):
             return True
-        return self._can_extend_groups(
-            self.groups, [ScheduledRow(sequence, 1, True) for sequence in group.sequences]
-        )
+        return self.groups.can_extend([ScheduledRow(sequence, 1, True) for sequence in group.sequences])
 
     def append(self, group: Group) -> int:
         """Append a block to every branch of a steady group, whose last blocks are full; returns how many blocks.
@@ -406,7 +283,7 @@ class PagedManager:
             end = sequences[0].computed + 1
             if end > request.final_kv_tokens:
                 raise beyond_end(sequences[0], end)
-            return sum(self._grow(self.groups, each, end) for each in sequences if end > self._of(each).due)
+            return sum(self.groups.grow(each, end) for each in sequences if end > tables_of(each).due)
         tables, end = self.tables, len(sequences[0].table) * self.block_size + 1
         if end > request.final_kv_tokens:
             raise beyond_end(sequences[0], end)
@@ -439,7 +316,7 @@ class PagedManager:
         parts = self._parts(parent)
         for child in children:
             if self.groups is not None:
-                tables = self._of(parent)
+                tables = tables_of(parent)
                 copies = [GroupTable(child, part.hits, part.junction) for part in tables.of]
                 child.table = GroupTables(copies, tables.due)
             for cache, part, own in zip(self.caches, parts, self._parts(child), strict=True):
@@ -453,8 +330,8 @@ class PagedManager:
         check_parents(branches, parents)
         if self._keeps_beams:
             return
-        for tables, *parts in zip(self._tables(), *map(self._parts, branches), strict=True):
-            for branch in tables.reparent(parts, parents):
+        for cache, *parts in zip(self.caches, *map(self._parts, branches), strict=True):
+            for branch in cache.tables.reparent(parts, parents):
                 if self._copying is not None:
                     self._copying.add(branch)
 
@@ -465,7 +342,7 @@ class PagedManager:
         if self.groups is None:
             self.tables.take_over(child, sequence)
             return
-        tables = self._of(child)
+        tables = tables_of(child)
         for part in tables.of:
             part.sequence, part.branch = sequence, sequence.branch
         sequence.table, child.table = tables, ()
@@ -553,8 +430,9 @@ class PagedManager:
 
     def swap_out(self, group: Group) -> None:
         """Save the whole group in host memory, without what its windows have left."""
-        for sequence in group.sequences if self.groups is not None else ():
-            self._release_behind(sequence)
+        if self.groups is not None:
+            for sequence in group.sequences:
+                self.groups.release_behind(sequence)
         self.swapper.swap_out(group, self._by_group(group), self._sizes())
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
@@ -635,9 +513,7 @@ class PagedManager:
         With groups: in slots of `layout.slot_bytes`; free pages of a pool are external where another is full.
         """
         if self.groups is not None:
-            needs = None
-            if head is not None:
-                needs = [self._blocks(tables, head, 1, head.prompt_tokens) for tables in self._tables()]
+            needs = None if head is None else self.groups.needs(head, 1, head.prompt_tokens)
             return self.groups.account.usage(needs)
         size, counters, pool = self.block_size, self.tables.counters, self.pool
         free, cached = pool.free_blocks, pool.cached_blocks

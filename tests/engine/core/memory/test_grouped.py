@@ -13,7 +13,7 @@ from tiers import tier
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import KeyIdentity, TokenIdentity
-from engine.core.memory import group_pages
+from engine.core.memory import layer_groups
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.group_layout import GroupLayout, KVGroup, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import GroupWaste, PoolPages
@@ -231,7 +231,7 @@ def test_the_walks_notice_a_planted_bug(
 
 
 def test_the_walks_notice_a_page_taken_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group_pages, "_next_change", one_token_late(group_pages._next_change))
+    monkeypatch.setattr(layer_groups, "_next_change", one_token_late(layer_groups._next_change))
     with pytest.raises((AssertionError, CoreError)):
         walk_all()
 
