@@ -13,7 +13,7 @@ def simulate(block_size: int) -> dict[str, float]:
     config.workload.num_requests = 200
     config.workload.length_scale = 0.1
     config.workload.request_rate = 40.0  # requests a second
-    config.workload.prefix_share = 0.5  # half of every prompt is one of eight shared prefixes
+    config.workload.prefix_share = 0.5  # half of the prompt tokens stood in an earlier prompt
     config.cache.block_size = block_size
     config.cache.pool_tokens = 4096
     config.cache.max_model_len = 1024

@@ -15,12 +15,15 @@ from math import floor, isfinite
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from traces.arrivals import FIRST_KEY, uniform, zipf_cumulative
 from traces.errors import ParameterError
 from traces.formats.rows import TraceRow
 from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
 
+SHARE_TOLERANCE = 0.02  # by which the share of prompt tokens that is shared may miss what was asked for
+_BISECTIONS = 24
 _CHOICE_STREAM = 4
 _OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
 _LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
@@ -115,37 +118,73 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
 
 
 def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, seed: int) -> Trace:
-    """Replace the first round(share * prompt) tokens of each prompt by one of `num_prefixes` shared prefixes.
+    """Begin each prompt with one of `num_prefixes` texts, so that `share` of all prompt tokens stood in an earlier one.
 
-    The rest of each prompt is unique; the trace's own sharing is removed. Prefix k is drawn with a probability
-    proportional to k^-zipf. The draw depends on (seed, request_id) only, so a window of the trace draws the same.
-    Raises ParameterError.
+    Every prompt takes the same part of its length from its text. The first use of a text is new to the cache, so the
+    part is larger than `share`; it is searched. The rest of each prompt is unique, and the trace's own sharing is
+    removed. Text k is drawn with a probability proportional to k^-zipf. The draw depends on (seed, request_id) only.
+
+    Raises:
+        ParameterError: no part comes within 0.02 of `share`; names the nearest share that can be reached.
     """
     check_sharing(share, num_prefixes, zipf)
     numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
     drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
-    places = np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right")
-    choices: list[int] = np.minimum(places, num_prefixes - 1).tolist()
+    choices = np.minimum(np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right"), num_prefixes - 1)
+    part = _part_for(share, trace, choices, num_prefixes)
 
     @cache  # equal prompts have one object, which saves memory
     def prompt(choice: int, tokens: int) -> tuple[Segment, ...]:
-        shared = _round(share * tokens)
+        shared = _round(part * tokens)
         pieces = (Segment(FIRST_KEY + choice, shared), Segment(None, tokens - shared))
         return tuple(piece for piece in pieces if piece.tokens)
 
     requests = tuple(
         revised(request, segments=prompt(choice, request.prompt_tokens))
-        for request, choice in zip(trace.requests, choices, strict=True)
+        for request, choice in zip(trace.requests, choices.tolist(), strict=True)
     )
     if requests == trace.requests:
         return trace
     sentence = (
-        f"{share:.3g} of each prompt comes from one of {num_prefixes} shared prefixes (Zipf exponent {zipf:g}), "
-        "the rest is unique"
+        f"{share:.3g} of the prompt tokens are shared: each prompt begins with {part:.3g} of its length from one of "
+        f"{num_prefixes} texts (Zipf exponent {zipf:g}), the rest is unique"
         if share
         else "every prompt is unique: recorded sharing removed"
     )
     return trace.changed(requests, sentence, key_kind=CONTENT, source_block_tokens=None)
+
+
+def _part_for(share: float, trace: Trace, choices: npt.NDArray[np.int64], num_prefixes: int) -> float:
+    """The part of each prompt, 0 to 1, that makes `share` of all prompt tokens shared; raises ParameterError.
+
+    A prompt shares with the longest earlier one of its text. What is shared grows with the part, in steps of a token.
+    """
+    order = np.argsort(choices, kind="stable")
+    prompts = np.array([request.prompt_tokens for request in trace.requests], np.int64)[order]
+    above = choices[order].astype(np.int64) * (int(prompts.max(initial=0)) + 1)
+    first = np.diff(choices[order], prepend=-1) != 0
+    total = max(1, int(prompts.sum()))
+
+    def reached(part: float) -> float:
+        taken = np.floor(part * prompts + 0.5).astype(np.int64)  # as `_round`
+        longest = np.maximum.accumulate(above + taken) - above
+        return float(np.where(first, 0, np.minimum(taken, np.roll(longest, 1))).sum()) / total
+
+    low, high = 0.0, 1.0
+    for _ in range(_BISECTIONS if reached(high) > share else 0):
+        middle = (low + high) / 2
+        low, high = (middle, high) if reached(middle) < share else (low, middle)
+    part = min((high, low), key=lambda each: abs(reached(each) - share)) if share else 0.0
+    nearest = reached(part)
+    if abs(nearest - share) > SHARE_TOLERANCE:
+        what = "largest" if part == 1 else "nearest"
+        raise ParameterError(
+            "share",
+            f"{share:g} of the prompt tokens cannot be shared: the {what} share that {len(prompts):,} requests with "
+            f"{num_prefixes} texts reach is {floor(1000 * nearest) / 1000:g}, because the first use of a text is new; "
+            "ask for less, take more requests (workload.num_requests) or fewer texts (workload.num_prefixes)",
+        )
+    return part
 
 
 def set_rate(trace: Trace, requests_per_s: float) -> Trace:

@@ -51,7 +51,7 @@ _WRONG_NAMES = (
 _OUR_PACKAGES = ("harness", "engine", "traces", "paged_kernels")
 EXAMPLE = """\
 example:
-  python -m harness sweep cache.block_size=8,16,32 workload.prefix_share=0,0.5,0.9 decoding.beam_width=1,2,4"""
+  python -m harness sweep cache.block_size=8,16,32 workload.prefix_share=0,0.3,0.6 decoding.beam_width=1,2,4"""
 
 
 def parse_arguments(words: Sequence[str]) -> Arguments:

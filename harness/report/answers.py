@@ -17,9 +17,9 @@ from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import COUNTS, ClassVerdict, Trust, Verdict, median_interval
 from harness.report import numbers
 from harness.report.axes import BLOCK, POLICY, RATE, Axes, short_label
-from harness.report.study import Study
+from harness.report.study import SHARE, Study
 
-SHARE, BEAMS, SAMPLES = "workload.prefix_share", "decoding.beam_width", "decoding.n"
+BEAMS, SAMPLES = "decoding.beam_width", "decoding.n"
 RATES, LATENCY = "request_throughput", "norm_latency_mean"
 _LATENCY_WORDS = "end-to-end time per output token"  # what normalized latency is
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
@@ -356,9 +356,9 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
     first, served = ratio(pairs, "ttft_p50"), ratio(pairs, RATES)
     if first is None or served is None:
         return "", None
-    text = f"With {100 * high:g} % of each prompt shared instead of {100 * low:g} %"
+    text = f"With {100 * high:g} % of the prompt tokens shared instead of {100 * low:g} %"
     if hits:
-        text += f", {100 * median(hits):.0f} % of the prompt tokens come from the cache"
+        text += f", {100 * median(hits):.0f} % come from the cache{_not_found([one for one, _ in pairs], median(hits))}"
     if saved:
         text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
     text += f"; the median time to first token is {first}, requests per second are {served}"
@@ -366,6 +366,19 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
     effect = f"the time to first token, {served.number} the requests per second{cached}"
     shares = f"{100 * high:g} % instead of {100 * low:g} %"
     return text, Choice("", shares, first.number, effect, first.band)
+
+
+def _not_found(records: Sequence[PointRecord], hits: float) -> str:
+    """Why fewer prompt tokens come from the cache than are shared: what no pool finds, and what this one lost."""
+    shared = [float(found) for one in records if (found := one.trace.get("realised_prefix_share")) is not None]
+    most = [found for one in records if (found := one.value("hit_ratio", "analytic")) is not None]
+    if not shared or not most:
+        return ""
+    ends, lost = median(shared) - median(most), median(most) - hits
+    return (
+        f" ({100 * ends:.0f} % are ends of shared texts that fill no block, {100 * max(0.0, lost):.0f} % were not yet "
+        "in the pool or no longer)"
+    )
 
 
 def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice | None]:

@@ -37,7 +37,7 @@ LABELS: Mapping[str, str] = {
     "device.tensor_parallel": "tensor parallel",
     "cache.block_size": "block size (tokens)",
     "cache.pool_tokens": "pool (KV slots)",
-    "workload.prefix_share": "shared prefix (share of prompt)",
+    "workload.prefix_share": "shared prompt tokens (share)",
     "workload.request_rate": "request rate (1/s)",
     "decoding.beam_width": "beam width",
     "decoding.n": "parallel samples",

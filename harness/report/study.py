@@ -307,8 +307,24 @@ def _nothing(root: Path, problems: list[str]) -> str:
 
 def _named(record: PointRecord, asked: Asked) -> PointRecord:
     """The record with those overrides only that distinguish it from the sweep's other points."""
-    overrides = asked.get(record.fingerprint)
+    overrides, record = asked.get(record.fingerprint), as_reached(record)
     return replace(record, overrides=list(overrides), given=record.overrides) if overrides else record
+
+
+SHARE = "workload.prefix_share"
+_REACHED = 0.02  # of the prompt tokens: a share that is reached so closely is the one that was asked for
+
+
+def as_reached(record: PointRecord) -> PointRecord:
+    """The record with the share of prompt tokens that is shared in place of one that was asked for and not reached.
+
+    The setting was once a part of each prompt, and samples of one request share their prompt besides.
+    """
+    asked, reached = record.setting(SHARE), record.trace.get("realised_prefix_share")
+    if not asked or reached is None or abs(reached - asked) <= _REACHED:
+        return record
+    workload = {**record.config["workload"], "prefix_share": round(reached, 2)}
+    return replace(record, config={**record.config, "workload": workload})
 
 
 def _failure(failure: Mapping[str, Any], fingerprint: str, asked: Asked) -> Failure:

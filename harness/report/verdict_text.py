@@ -277,22 +277,21 @@ def _mape(errors: Mapping[str, Any] | None) -> float | None:
 
 
 _ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
-_REACHED = 0.02  # of the prompt tokens: a share that is reached so closely is the one that was asked for
+_OLD_SHARING = "of each prompt comes from one of"  # how a trace was shared when the setting was a part of each prompt
 
 
 def beside_figures(records: Sequence[PointRecord]) -> list[str]:
     """What the console says as well: settings that were assumed, missed, or are not those of vLLM."""
     found = [line for record in records for line in _assumed(record)]
-    shares = {
-        record.setting("workload.prefix_share"): record.trace.get("realised_prefix_share")
-        for record in records
-    }
-    found += [
-        f"workload.prefix_share={share:g} is not reached: {100 * reached:.0f} % of the prompt tokens are shared: a "
-        "text counts from its second use on."
-        for share, reached in shares.items()
-        if share and reached is not None and abs(reached - share) > _REACHED
-    ]
+    for record in records:
+        changes = record.trace.get("changes") or ()
+        reached = record.trace.get("realised_prefix_share")
+        found += [
+            f"Made by an earlier PageTwin: {change}. So {100 * reached:.0f} % of the prompt tokens are shared (the first "
+            "use of a text is new), and workload.prefix_share stands for that here."
+            for change in changes
+            if reached is not None and _OLD_SHARING in change
+        ]
     return list(dict.fromkeys(found))
 
 

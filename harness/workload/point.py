@@ -43,7 +43,7 @@ from harness.workload.deployment import (
     deployment_of,
 )
 from harness.workload.scheduler import new_scheduler, observed_scheduler
-from harness.workload.trace import Traffic, reshaped_trace, retimed, traffic_of
+from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_asked, traffic_of
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize, keyed_text, one_request_per_sample
@@ -318,6 +318,8 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
         left = drop_oversize(trace, lambda row: _kind(point, row) if row.request_id in reasons else None)
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
+        if recorded is None and config.decoding.sharing is not Sharing.prefix_cache:
+            left = shared_as_asked(left, config)
         point = point.of_trace(left)
     path = config.decoding.beam_parents
     if path is None:

@@ -110,6 +110,22 @@ def reshaped_trace(config: RunConfig) -> Trace:
         raise ConfigError(_KEYS[error.parameter], error.reason) from error
 
 
+def shared_as_asked(trace: Trace, config: RunConfig) -> Trace:
+    """The trace with `workload.prefix_share` of its prompt tokens shared: for what is left after requests are dropped.
+
+    Raises:
+        ConfigError: these requests cannot share so much.
+    """
+    workload = config.workload
+    if workload.prefix_share is None:
+        return trace
+    drawn = workload.num_prefixes, workload.prefix_zipf, workload.seed
+    try:
+        return share_prefixes(trace, workload.prefix_share, *drawn)
+    except ParameterError as error:
+        raise ConfigError(_KEYS[error.parameter], error.reason) from error
+
+
 @contextmanager
 def _uncollected() -> Iterator[None]:
     """No search for cycles while requests are made, which have none: it would take a third of the time."""

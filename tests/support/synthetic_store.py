@@ -208,10 +208,10 @@ def _record(
             "name": "azure_conv", "format": "generated", "source": "embedded generator", "sha256": "0" * 64,
             "digest": "1" * 64, "key_kind": "content", "clock_quantum_us": 1, "rows_read": REQUESTS,
             "rows_kept": REQUESTS, "dropped": {}, "noted": {},
-            "changes": [f"{point.get('workload.prefix_share', 0.0):.0%} of each prompt comes from 8 shared prefixes."],
+            "changes": [f"{point.get('workload.prefix_share', 0.0):.0%} of the prompt tokens are shared."],
             "calibration": {"ks_prompt": 0.01}, "requests": REQUESTS,
             "prompt_tokens": int(lengths.prompt_tokens.sum()), "output_tokens": int(lengths.output_tokens.sum()),
-            "realised_prefix_share": 0.48 * point.get("workload.prefix_share", 0.0),
+            "realised_prefix_share": point.get("workload.prefix_share", 0.0),
         },
         "pool": {
             "policy": point["cache.policy"], "num_blocks": POOL // block, "block_size": block, "tokens": POOL,

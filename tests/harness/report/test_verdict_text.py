@@ -92,9 +92,14 @@ def test_the_verdict_says_that_times_were_corrected_and_the_raw_error(tmp_path):
     )
 
 
-def test_a_share_that_is_not_reached_is_said(tmp_path):
-    write_point(tmp_path, POINT | {"workload.prefix_share": 0.75})
-    assert any("workload.prefix_share=0.75 is not reached: 36 %" in line for line in verdict_lines(tmp_path))
+def test_a_point_of_the_older_rule_stands_at_the_share_that_it_reached(tmp_path):
+    folder = write_point(tmp_path, POINT | {"workload.prefix_share": 0.75})
+    record = json.loads((folder / "record.json").read_text())
+    change = "0.75 of each prompt comes from one of 8 shared prefixes (Zipf exponent 1), the rest is unique"
+    record["trace"] |= {"changes": [change], "realised_prefix_share": 0.4512}
+    (folder / "record.json").write_text(json.dumps(record))
+    assert any(f"{change}. So 45 % of the prompt tokens are shared" in line for line in verdict_lines(tmp_path))
+    assert read_study(tmp_path).records[0].setting("workload.prefix_share") == 0.45
 
 
 def with_config(tmp_path, **groups):
