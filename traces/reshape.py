@@ -130,7 +130,9 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     check_sharing(share, num_prefixes, zipf)
     numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
     drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
-    choices = np.minimum(np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right"), num_prefixes - 1)
+    choices = np.minimum(
+        np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right"), num_prefixes - 1
+    )
     part = _part_for(share, trace, choices, num_prefixes)
 
     @cache  # equal prompts have one object, which saves memory

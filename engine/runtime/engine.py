@@ -223,6 +223,7 @@ class EngineCounters:
     running: int = 0
     waiting: int = 0
     usage: float = 0.0  # share of the pool's slots in blocks with a refcount above 0
+    token_usage: float = 0.0  # share of those slots that hold a token
     finished: Counter[str] = field(default_factory=Counter)  # requests by finish reason
 
     def note_step(self, plan: StepPlan, report: CommitReport, accepted: int) -> None:
@@ -239,9 +240,9 @@ class EngineCounters:
         self.note_usage(plan.usage)
 
     def note_usage(self, use: SlotUsage) -> None:
-        """Set the share of the pool in use. Without a running request it is 0."""
+        """Set the share of the pool in use, and how much of that holds tokens. Without a running request both are 0."""
         held = use.token + use.reserved + use.internal if self.running else 0
-        self.usage = held / max(1, use.capacity)
+        self.usage, self.token_usage = held / max(1, use.capacity), use.token / held if held else 0.0
 
     def note_tokens(self, metrics: RequestMetrics, sequences: int) -> None:
         """Count the tokens of a request, one per sequence; with the first ones its prompt counts as computed."""

@@ -121,7 +121,9 @@ class WorkloadConfig:
     num_requests: int | None = 64  # number of rows, from the first on; null: all
     request_rate: float | None = None  # mean requests per second, by scaling time; null: as recorded
     length_scale: float = 1.0  # factor on prompt, output and shared-prefix lengths
-    prefix_share: float | None = None  # share of prompt tokens that stood in an earlier prompt; null: as in the trace
+    prefix_share: float | None = (
+        None  # of prompt tokens that stood in an earlier prompt; null: as in the trace
+    )
     num_prefixes: int = 8  # how many distinct shared prefixes there are
     prefix_zipf: float = 1.0  # popularity exponent of the shared prefixes; 0 is uniform
     widths: Widths = Widths.recorded

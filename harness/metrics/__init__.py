@@ -116,12 +116,12 @@ _MEMORY = (
            "time-weighted share of the pool in blocks that a sequence refers to: what vLLM's kv_cache_usage_perc "
            "shows"),
     Metric("utilisation", "utilisation of allocated slots", SHARE,
-           "token / (token + reserved + internal), each integrated over time; at an instant this is vLLM's coming "
-           "kv_cache_token_usage_perc", "higher"),
+           "time-weighted token / (token + reserved + internal): at an instant, tokens over slots of blocks in use are "
+           "vLLM's coming kv_cache_token_usage_perc", "higher"),
     Metric("reserved_of_allocated", "reserved, of allocated slots", SHARE,
-           "reserved / (token + reserved + internal), each integrated over time"),
+           "time-weighted reserved / (token + reserved + internal): not waste, its owner fills it before it ends"),
     Metric("internal_of_allocated", "internal, of allocated slots", SHARE,
-           "internal / (token + reserved + internal), each integrated over time", "lower"),
+           "time-weighted internal / (token + reserved + internal): the waste, slots that are never filled", "lower"),
     Metric("sharing_saving", "sharing saving", SHARE,
            "1 − physical blocks / logical blocks, each integrated over time", "higher"),
     Metric("tail_waste", "unfilled slots per decoding sequence", "slots",

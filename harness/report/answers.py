@@ -205,7 +205,7 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
     caution = study.block_size_caution if key == BLOCK and not study.measured else ""
     if key == BLOCK and study.block_size_unpriced and not study.measured:
         wastes = _waste(groups)
-        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {wastes}."
+        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {wastes} of slots in use, time-weighted."
         open_ = Choice(name, "not told by times", "", f"the cost model has no price of it; {wastes}")
         return Answer(key, question, text, figure, choice=open_)
     clear = {metric: sum(differs(*pair, metric) for pair in pairs) for metric in (RATES, LATENCY)}
@@ -238,7 +238,9 @@ def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
     for record in (record for group in groups for record in group):
         if (found := value(record, "internal_of_allocated")) is not None:
             sizes.setdefault(record.setting(BLOCK), []).append(found)
-    return ", ".join(f"{size} wastes {100 * median(found):.1f} %" for size, found in sorted(sizes.items()))
+    return ", ".join(
+        f"{size} never fills {100 * median(found):.1f} %" for size, found in sorted(sizes.items())
+    )
 
 
 def differs(one: PointRecord, other: PointRecord, metric: str) -> bool:
@@ -370,7 +372,9 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
 
 def _not_found(records: Sequence[PointRecord], hits: float) -> str:
     """Why fewer prompt tokens come from the cache than are shared: what no pool finds, and what this one lost."""
-    shared = [float(found) for one in records if (found := one.trace.get("realised_prefix_share")) is not None]
+    shared = [
+        float(found) for one in records if (found := one.trace.get("realised_prefix_share")) is not None
+    ]
     most = [found for one in records if (found := one.value("hit_ratio", "analytic")) is not None]
     if not shared or not most:
         return ""

@@ -277,7 +277,9 @@ def _mape(errors: Mapping[str, Any] | None) -> float | None:
 
 
 _ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
-_OLD_SHARING = "of each prompt comes from one of"  # how a trace was shared when the setting was a part of each prompt
+_OLD_SHARING = (
+    "of each prompt comes from one of"  # how a trace was shared when the setting was a part of each prompt
+)
 
 
 def beside_figures(records: Sequence[PointRecord]) -> list[str]:
@@ -287,8 +289,8 @@ def beside_figures(records: Sequence[PointRecord]) -> list[str]:
         changes = record.trace.get("changes") or ()
         reached = record.trace.get("realised_prefix_share")
         found += [
-            f"Made by an earlier PageTwin: {change}. So {100 * reached:.0f} % of the prompt tokens are shared (the first "
-            "use of a text is new), and workload.prefix_share stands for that here."
+            f"Made by an earlier PageTwin: {change}. So {100 * reached:.0f} % of the prompt tokens are shared (the "
+            "first use of a text is new), and workload.prefix_share stands for that here."
             for change in changes
             if reached is not None and _OLD_SHARING in change
         ]

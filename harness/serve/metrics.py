@@ -38,6 +38,7 @@ class _Totals(Collector):
             ("num_requests_running", "Requests in the batch", counters.running),
             ("num_requests_waiting", "Requests in the queue", counters.waiting),
             ("kv_cache_usage_perc", "Share of the KV pool in use, 0 to 1", counters.usage),
+            ("kv_cache_token_usage_perc", "Tokens over slots of blocks in use, 0 to 1", counters.token_usage),
         ):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
             gauge.add_metric(self._labels, value)

@@ -139,7 +139,7 @@ def test_the_share_of_prompt_tokens_is_the_one_that_was_asked_for_or_refused(
 
 
 def test_a_share_between_two_steps_of_short_prompts_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ParameterError, match="the nearest share that 2 requests with 1 texts reach is 0.5"):
+    with pytest.raises(ParameterError, match=r"the nearest share that 2 requests with 1 texts reach is 0\.5"):
         share_prefixes(make_trace([[(None, 1)], [(None, 1)]]), 0.3, 1, 1, 0)
 
 

@@ -98,7 +98,9 @@ def test_a_point_of_the_older_rule_stands_at_the_share_that_it_reached(tmp_path)
     change = "0.75 of each prompt comes from one of 8 shared prefixes (Zipf exponent 1), the rest is unique"
     record["trace"] |= {"changes": [change], "realised_prefix_share": 0.4512}
     (folder / "record.json").write_text(json.dumps(record))
-    assert any(f"{change}. So 45 % of the prompt tokens are shared" in line for line in verdict_lines(tmp_path))
+    assert any(
+        f"{change}. So 45 % of the prompt tokens are shared" in line for line in verdict_lines(tmp_path)
+    )
     assert read_study(tmp_path).records[0].setting("workload.prefix_share") == 0.45
 
 

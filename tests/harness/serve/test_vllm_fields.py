@@ -268,7 +268,12 @@ def test_gauges_are_right_when_the_last_client_has_gone(address, engine, monkeyp
         assert wait_until(lambda: not engine._states)
         found = httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
     gauges = dict(line.rsplit(" ", 1) for line in found.splitlines() if line and line[0] != "#")
-    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+    for name in (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "kv_cache_token_usage_perc",
+    ):
         assert [float(value) for key, value in gauges.items() if key.startswith(f"vllm:{name}{{")] == [0.0]
 
 
