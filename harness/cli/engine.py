@@ -35,7 +35,7 @@ layers:
   resource  every kernel compiled for sm_80 and sm_90: registers, spills, shared memory, 16-byte loads,
             instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
-  policy    block manager and scheduler, as ratios to loops timed in the same process.
+  policy    block manager and scheduler, as ratios to the accepted version of the same core, timed beside it.
   cpu       attention on this CPU (decode and prefill, compiled and by torch), as ratios to the accepted version
             of the same code, compiled and timed beside it.
 With --changed, a kernel whose sources, constants and compiler are those of the baseline is not compiled again.

@@ -2,7 +2,7 @@
 
 * resource: the compiler's output for every kernel, without a GPU. It says nothing about time.
 * latency: kernels on a GPU, as ratios to yardsticks timed in the same rounds.
-* policy: block manager and scheduler, as ratios to loops timed in the same process.
+* policy: block manager and scheduler, as ratios to the accepted version of the same core in the same process.
 * cpu: the engine's attention on a CPU, as ratios to the accepted version of the same code in the same process.
 
 Each layer is one module with `case_names`, `measure`, `judge` and `unfit`.
@@ -101,13 +101,13 @@ def accept(measured: Measured, folder: Path, reason: str, settings: "GateSetting
 
 
 def _measure(layer: str, folder: Path, *, changed: bool = False) -> Measured:
-    """One run of a layer. The CPU layer runs the baseline's code too, so it must know where the baseline is."""
+    """One run of a layer. Two run the baseline's code too, so they must know where the baseline is."""
     if layer == "resource" and changed:
         from harness.gate import resource
 
         return resource.measure(read_baseline(resource.measured({}).file(folder), layer))
     module = _layer_module(layer)
-    measured: Measured = module.measure(folder) if layer == "cpu" else module.measure()
+    measured: Measured = module.measure(folder) if layer in ("cpu", "policy") else module.measure()
     return measured
 
 

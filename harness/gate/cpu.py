@@ -10,42 +10,31 @@ says anything about a GPU. The prefill in bfloat16 is not timed: it needs matrix
 import ctypes
 import platform
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
-from harness.gate.findings import (
-    Baseline,
-    Finding,
-    GateVerdict,
-    LayerResult,
-    Measured,
-    coverage,
-    read_baseline,
-)
-from harness.gate.policy import rounds
-from harness.gate.settings import GateSettings, default_settings, effect
+from harness.gate.beside import Work, accepted_sources, judge, load, ratios_of, unfit
+from harness.gate.findings import Measured
 
 if TYPE_CHECKING:
     import torch
 
 
+__all__ = ["case_names", "judge", "measure", "sources", "unfit", "works"]
 NAME = "cpu-attention"
 NATIVE, CHUNK = "CPU: compiled decode (C)", "CPU: compiled prefill (C)"
 DECODE, PREFILL = "CPU: torch decode with a softcap", "CPU: torch prefill with a softcap"
 ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
 QUERIES = 128  # of the prefill cases
 SOFTCAP = 30.0  # of the torch cases
-CALLS = {NATIVE: 12, CHUNK: 5, DECODE: 5, PREFILL: 5}  # of a timed block, so that it takes some milliseconds
 C_FILES = ("decode.c", "prefill.c", "decode.h", "vectors.h")
 TORCH_FILES = ("gathered.py", "decode.py", "prefill.py")  # each imports only those before it
-_TOLERANCE = 1e-4
-Work = Callable[[], object]
+_TORCH = "paged_kernels.torch"
 
 
 def case_names() -> list[str]:
@@ -100,8 +89,9 @@ def works(version: Mapping[str, str] | None, data: CpuInputs, folder: Path) -> d
         from paged_kernels.torch import decode, prefill
 
         return _works(library(), decode, prefill, data)
-    modules = _load_torch(version)
-    return _works(_compile(version, folder), modules["decode.py"], modules["prefill.py"], data)
+    kept = {f"{_TORCH}.{name.removesuffix('.py')}": version[name] for name in TORCH_FILES}
+    modules = load(kept, folder)
+    return _works(_compile(version, folder), modules[f"{_TORCH}.decode"], modules[f"{_TORCH}.prefill"], data)
 
 
 def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: CpuInputs) -> dict[str, Work]:
@@ -142,7 +132,8 @@ def _native(library: ctypes.CDLL, data: CpuInputs) -> Work:
     pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, data.table, data.lengths)]
     shape = (data.table.shape[1], BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
 
-    def call() -> object:
+    def call(held: object = (data, q)) -> object:  # what the pointers point at lives as long as the call
+        del held
         run(*pointers, 0, ROWS, *shape, DIM**-0.5, out.data_ptr(), scratch.data_ptr())
         return out
 
@@ -162,7 +153,8 @@ def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
     pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, table)]
     shape = (QUERIES, CONTEXT, 0, HEADS, BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
 
-    def call() -> object:
+    def call(held: object = (data, q, table)) -> object:
+        del held
         run(*pointers, *shape, DIM**-0.5, out.data_ptr(), scratch.data_ptr())
         return out
 
@@ -172,9 +164,11 @@ def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
 def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
     from engine.runtime.attention.native import NativeUnavailableError, compile_command
 
+    target = folder / "accepted.so"
+    if target.exists():
+        return ctypes.CDLL(str(target))
     for name in C_FILES:
         (folder / name).write_text(version[name], encoding="utf-8")
-    target = folder / "accepted.so"
     try:
         command = compile_command([folder / name for name in C_FILES if name.endswith(".c")], target)
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
@@ -184,80 +178,23 @@ def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
         raise UserError(f"the accepted C files do not compile here: {said.strip()[:300]}") from error
 
 
-def _load_torch(version: Mapping[str, str]) -> dict[str, ModuleType]:
-    """The accepted modules, which import each other and not today's."""
-    package = "paged_kernels_accepted"
-    found: dict[str, ModuleType] = {}
-    for name in TORCH_FILES:
-        full = f"{package}_{name.removesuffix('.py')}"
-        text = version[name]
-        for other in TORCH_FILES:
-            stem = other.removesuffix(".py")
-            text = text.replace(f"paged_kernels.torch.{stem} import", f"{package}_{stem} import")
-        module = ModuleType(full)
-        sys.modules[full] = module  # before it runs: its dataclasses look their module up
-        try:
-            exec(compile(text, f"<accepted {name}>", "exec"), module.__dict__)
-        except Exception as error:
-            raise UserError(f"the accepted {name} cannot be loaded beside today's code: {error}") from error
-        found[name] = module
-    return found
-
-
 def measure(folder: Path | None = None) -> Measured:
     """Time today's code and the accepted one in turns; without a baseline in `folder`, today's against itself."""
     today = sources()
-    baseline = _accepted(folder)
-    kept = {} if baseline is None else baseline.environment["sources"]
-    accepted = {name: kept.get(name, text) for name, text in today.items()}  # a new file has no accepted one
+    # a new file has no accepted one
+    accepted = today | accepted_sources(folder and folder / f"{NAME}.json", "cpu", today)
     cases: dict[str, dict[str, Any]] = {}
     remark = "CPU figures: time of today's code / time of the accepted code, in turns in one process"
-    data = inputs()
-    with tempfile.TemporaryDirectory() as place:
-        ours, theirs = works(None, data, Path(place)), works(accepted, data, Path(place))
+    with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as place:
         for name in case_names():
-            difference = (ours[name]() - theirs[name]()).abs().max()  # type: ignore[operator]
-            cases[name] = {"difference": float(difference)}
-            cases[name]["ratios"] = rounds(_times(ours[name], CALLS[name]), _times(theirs[name], CALLS[name]))
+
+            def sides(name: str = name) -> tuple[Work, Work]:
+                data = inputs()
+                ours, theirs = (works(version, data, Path(place)) for version in (None, accepted))
+                return ours[name], theirs[name]
+
+            ours, theirs = sides()
+            difference = (ours() - theirs()).abs().max()  # type: ignore[operator]
+            cases[name] = {"difference": float(difference), "ratios": ratios_of(sides)}
     made_on = {"machine": platform.machine(), "files": sorted(today)}
     return Measured("cpu", NAME, made_on, None, cases, {"sources": today}, (remark,))
-
-
-def _accepted(folder: Path | None) -> Baseline | None:
-    if folder is None:
-        return None
-    found = read_baseline(folder / f"{NAME}.json", "cpu")
-    if found is not None and not isinstance(found.environment.get("sources"), dict):
-        reason = "holds no sources; write it again with gate --layer cpu --update"
-        raise UserError(f"{folder / NAME}.json {reason}")
-    return found
-
-
-def _times(work: Work, calls: int) -> Work:
-    def run() -> None:
-        for _ in range(calls):
-            work()
-
-    return run
-
-
-def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = None) -> LayerResult:
-    """A case regresses if even the lower bound of its ratio is above 1 by more than the negligible margin."""
-    margins = (settings or default_settings()).attention
-    findings = []
-    for case in sorted(set(now.cases) & set(baseline.cases)):
-        found, difference = now.cases[case], float(now.cases[case]["difference"])
-        bounds = effect(found["ratios"], [1.0] * len(found["ratios"]))
-        if difference > _TOLERANCE:
-            text = f"its results differ from the accepted code's by {difference:.1e}; accept them if that is meant"
-            findings.append(Finding(case, GateVerdict.regressed, text))
-        else:
-            findings.append(Finding(case, bounds.verdict(margins), f"{bounds}"))
-    made_on = f"CPU, {platform.machine()}, accepted {baseline.date}"
-    return LayerResult("cpu", (*coverage(now, baseline), *findings), made_on, now.remarks)
-
-
-def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
-    """Nothing: the baseline holds sources, and no figure that noise could spoil."""
-    del now, settings
-    return iter(())

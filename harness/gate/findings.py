@@ -19,10 +19,14 @@ SHOWN = 40  # findings of a layer that a page lists; the rest are counted
 _SCOPE = {
     "resource": "what the compiler makes of each kernel; nothing was timed",
     "latency": "kernels on a GPU, as ratios to yardsticks of the same rounds",
-    "policy": "block manager and scheduler, as ratios to loops of the same process",
+    "policy": "block manager and scheduler, as ratios to the accepted core in the same process",
     "cpu": "attention on this CPU, as ratios to the accepted code in the same process; no GPU figure",
 }
 LAYERS = tuple(_SCOPE)
+_UNDECIDED = (
+    "where bounds are wide, run it again on a quieter machine; where a baseline is missing or of other versions, "
+    "look at the figures, then accept them with a reason"
+)
 
 
 class GateVerdict(StrEnum):
@@ -96,7 +100,9 @@ def lines(results: Sequence[LayerResult], layers: Sequence[str] = LAYERS) -> Ite
         yield from (f"  {one.verdict}: {one.case}: {one.reason}" for one in result.shown[:SHOWN])
         yield from _rest(result, "  ")
         yield from (f"  {remark}" for remark in result.remarks)
-    yield f"gate: {gravest(result.verdict for result in results)}{_not_run(results, layers)}"
+    whole = gravest(result.verdict for result in results)
+    remedy = f"; {_UNDECIDED}" if whole is GateVerdict.inconclusive else ""
+    yield f"gate: {whole}{_not_run(results, layers)}{remedy}"
 
 
 def markdown(

@@ -5,7 +5,7 @@ memory. Contiguous attention of the same shape shows the cost of paging. Each ya
 case. A run can be kept as a record and judged on any machine, as long as the kernels are the same.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from harness.bench.cases import KernelCase, gate
 from harness.config.errors import UserError
 from harness.environment import kernel_digest
+from harness.gate.beside import Round, interleaved
 from harness.gate.findings import (
     Baseline,
     Finding,
@@ -32,12 +33,6 @@ if TYPE_CHECKING:
 
     from paged_kernels.providers import Case, Provider
 
-
-Round = Callable[[], float]  # seconds per call
-
-FEWEST, MOST, STEP = 30, 150, 20
-"""Rounds: the least, the most, and how many before the spread is checked again."""
-PRECISE = 0.02  # stop when the bounds of the ratio's median are no further apart than this
 
 # Reasons of NVML (nvmlClocksEventReason…) why the device runs slower than it was asked to.
 _SLOWDOWNS = {0x4: "power cap", 0x8: "hardware slowdown"}
@@ -76,31 +71,6 @@ def clock_state() -> ClockState:
     except pynvml.NVMLError:  # an old driver, or a virtual device that hides its clocks
         return ClockState()
     return ClockState(sm, memory, tuple(name for bit, name in _SLOWDOWNS.items() if mask & bit))
-
-
-def interleaved(kernel: Round, yardsticks: Mapping[str, Round]) -> dict[str, list[float]]:
-    """Ratios of kernel to each yardstick, one for each round.
-
-    Each round runs everything twice, the second time in the opposite order (A B C C B A), so that a slow drift cancels.
-    The number of rounds depends only on their spread, never on the ratio.
-    """
-    ratios: dict[str, list[float]] = {name: [] for name in yardsticks}
-    while True:
-        first = kernel()
-        there = {name: run() for name, run in yardsticks.items()}
-        back = {name: run() for name, run in reversed([*yardsticks.items()])}
-        mine = first + kernel()
-        for name, found in ratios.items():
-            found.append(round(mine / (there[name] + back[name]), 6))
-        done = len(next(iter(ratios.values())))
-        asked = done >= FEWEST and (done - FEWEST) % STEP == 0
-        if done >= MOST or (asked and all(map(precise, ratios.values()))):
-            return ratios
-
-
-def precise(ratios: Sequence[float]) -> bool:
-    """Whether more rounds would add little information."""
-    return effect(ratios, ratios).width <= PRECISE
 
 
 def write_record(measured: Measured, file: Path) -> None:

@@ -9,23 +9,21 @@ Baselines lie in the caller's repository. pytest ends with 1 where something reg
 be decided and nothing failed.
 """
 
-import importlib.util
 import inspect
 import os
 import platform
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from harness.config.errors import UserError
+from harness.gate.beside import load, package_sources, ratios_of
 from harness.gate.findings import (
     EXIT_CODES,
     Baseline,
@@ -43,9 +41,6 @@ from harness.gate.findings import (
 from harness.gate.settings import Margins, default_settings, effect
 
 LATENCY, RESOURCE = "latency", "resource"
-_ENOUGH_S = 5e-3  # least time of a round on a CPU, whose clock has a resolution of about a microsecond
-_MOST_CALLS = 10_000
-_LAUNCHES = 20  # calls of a round on a GPU; with fewer, the events would dominate the time of short kernels
 _SCOPES = {
     LATENCY: "functions beside their accepted versions, in turns in one process",
     RESOURCE: "what the compiler makes of each kernel; nothing was timed",
@@ -71,41 +66,46 @@ class Gate:
             raise pytest.UsageError("--gate times functions: run it without -n, alone on its cores")
 
     def gated(
-        self, test: str, function: Function, *arguments: Any, name: str = "", margins: Margins | None = None
+        self,
+        test: str,
+        function: Function,
+        *arguments: Any,
+        name: str = "",
+        packages: Sequence[str] = (),
+        margins: Margins | None = None,
     ) -> None:
         """Fail where `function(*arguments)` is slower than the accepted version of the file that defines it.
 
         Args:
             test: the name of the test, which the fixture gives.
-            function: a function of a module's top level. Its file must be importable alone; what it imports is today's.
+            function: a function of a module's top level. Its file must be importable alone.
             arguments: given to both versions. A CUDA tensor among them makes the device's clock the clock.
             name: of the case; default: the test's.
+            packages: names of packages whose accepted version it calls; without them, all that it imports is today's.
             margins: slower by `negligible` is no alarm, by `material` never passes; default: those of layer cpu.
 
         Raises:
             UserError: the function is of no file, or of no top level.
         """
-        case, file, path = name or test, *_place(function)
-        today = file.read_text(encoding="utf-8")
-        self._keep(LATENCY, case, {"file": file.name, "function": path, "source": today})
+        case, (today, path) = name or test, _sources(function, packages)
+        self._keep(LATENCY, case, {"module": function.__module__, "function": path, "sources": today})
         accepted = self._accepted(LATENCY, case)
         if accepted is None or self._update:
             self._end(LATENCY, self._new(LATENCY, case))
             return
-        if self._only_changed and accepted["source"] == today:
+        if self._only_changed and accepted["sources"] == today:
             self._end(LATENCY, Finding(case, GateVerdict.passed, "its file is the accepted one"))
             return
-        allowed = margins or default_settings().attention
+        cuda = any(getattr(one, "is_cuda", False) for one in arguments)
         with tempfile.TemporaryDirectory(prefix="pagetwin-gate-") as folder:
-            before = _loaded(Path(folder), accepted)
-            ratios = _ratios(function, before, arguments)
-            found = effect(ratios, [1.0] * len(ratios))
-            if (
-                found.verdict(allowed) is GateVerdict.regressed
-            ):  # where memory lies can slow one side: ask again
-                again = _ratios(function, _loaded(Path(folder), accepted), arguments)
-                found = min(found, effect(again, [1.0] * len(again)), key=lambda one: one.lower)
-        self._end(LATENCY, Finding(case, found.verdict(allowed), f"{found}"))
+
+            def sides() -> tuple[Function, Function]:
+                module = load(accepted["sources"], Path(folder))[accepted["module"]]
+                before = attrgetter(accepted["function"])(module)
+                return partial(function, *arguments), partial(before, *arguments)
+
+            found = effect(ratios_of(sides, cuda=cuda))
+        self._end(LATENCY, Finding(case, found.verdict(margins or default_settings().cpu), f"{found}"))
 
     def kernel_resources(
         self,
@@ -266,82 +266,13 @@ def _triton() -> str:
         return "without Triton"
 
 
-def _place(function: Function) -> tuple[Path, str]:
-    """The file of a function, and its name there."""
-    file, path = inspect.getsourcefile(inspect.unwrap(function)), getattr(function, "__qualname__", "")
+def _sources(function: Function, packages: Sequence[str]) -> tuple[dict[str, str], str]:
+    """The sources of a function's file and of packages by module, and the function's name in its file."""
+    plain = inspect.unwrap(function)
+    file, path = inspect.getsourcefile(plain), getattr(plain, "__qualname__", "")
     if file is None or not path or "<" in path:
         raise UserError(
             f"gated: {function!r} is no function of a module's top level, so its accepted version cannot be loaded"
         )
-    return Path(file), path
-
-
-def _loaded(folder: Path, accepted: Mapping[str, Any]) -> Function:
-    """The accepted function, from a file of its own: compilers such as Triton read the source from the file."""
-    name = f"accepted_{len(sys.modules)}_{Path(accepted['file']).stem}"
-    file = folder / f"{name}.py"
-    file.write_text(accepted["source"], encoding="utf-8")
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"the accepted {accepted['file']} cannot be loaded")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-        return _part(module, accepted["function"])
-    except Exception as error:
-        raise UserError(
-            f"the accepted {accepted['file']} cannot be loaded beside today's: {error}"
-        ) from error
-
-
-def _part(module: ModuleType, path: str) -> Function:
-    found: Any = module
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found  # type: ignore[no-any-return]
-
-
-def _ratios(function: Function, accepted: Function, arguments: Sequence[Any]) -> list[float]:
-    """Time now over time of the accepted version, one for each round."""
-    now, before = (partial(one, *arguments) for one in (function, accepted))
-    if any(getattr(one, "is_cuda", False) for one in arguments):
-        from harness.gate.latency import interleaved
-
-        return interleaved(partial(_device_seconds, now), {"accepted": partial(_device_seconds, before)})[
-            "accepted"
-        ]
-    from harness.gate.policy import rounds
-
-    calls = max(_calls(now), _calls(before))
-    return rounds(partial(_repeat, now, calls), partial(_repeat, before, calls))
-
-
-def _repeat(work: Callable[[], object], calls: int) -> None:
-    for _ in range(calls):
-        work()
-
-
-def _calls(work: Callable[[], object]) -> int:
-    """The calls of a round that takes long enough for the clock."""
-    work()  # compiles, fills caches
-    calls = 1
-    while calls < _MOST_CALLS:
-        begun = time.process_time()
-        _repeat(work, calls)
-        spent = time.process_time() - begun
-        if spent >= _ENOUGH_S:
-            break
-        calls *= 2 if spent <= 0 else min(8, max(2, round(_ENOUGH_S / spent)))
-    return min(calls, _MOST_CALLS)
-
-
-def _device_seconds(work: Callable[[], object]) -> float:
-    """Seconds of a call on the current CUDA device, between two events."""
-    import torch
-
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    begin.record()
-    _repeat(work, _LAUNCHES)
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3 / _LAUNCHES
+    found = {plain.__module__: Path(file).read_text(encoding="utf-8")}
+    return {key: text for package in packages for key, text in package_sources(package).items()} | found, path

@@ -67,8 +67,8 @@ class Effect:
         return f"{self.ratio:.3f} of the baseline ({bounds})"
 
 
-def effect(now: Sequence[float], baseline: Sequence[float]) -> Effect:
-    """Compare two sets of rounds, each round a ratio of kernel to yardstick.
+def effect(now: Sequence[float], baseline: Sequence[float] = (1.0,) * FEWEST_ROUNDS) -> Effect:
+    """Compare two sets of rounds, each round a ratio of kernel to yardstick; or ratios to accepted code, with 1.
 
     Raises:
         ValueError: fewer than `FEWEST_ROUNDS` rounds, or a round that is not a positive number.
@@ -125,11 +125,11 @@ class ResourceMargins:
 
 @dataclass(frozen=True)
 class GateSettings:
-    """Margins by layer (`attention`: the layer `cpu`), and overrides that differ from the default."""
+    """Margins by layer, and overrides that differ from the default."""
 
     latency: Margins
     policy: Margins
-    attention: Margins
+    cpu: Margins
     resource: ResourceMargins
     changed: tuple[str, ...] = field(default=())
 
@@ -197,7 +197,7 @@ def _read(option: str) -> GateSettings:
     file = option_file(GATE, option)
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8"))
-        kinds = {"latency": Margins, "policy": Margins, "attention": Margins, "resource": ResourceMargins}
+        kinds = {"latency": Margins, "policy": Margins, "cpu": Margins, "resource": ResourceMargins}
         sections: dict[str, Any] = {}
         for name, kind in kinds.items():
             given = content.pop(name).items()

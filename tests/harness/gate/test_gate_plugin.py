@@ -44,7 +44,7 @@ def accepted(pytester: pytest.Pytester) -> pytest.Pytester:
 
 
 def slower_by(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr("harness.gate.plugin._ratios", lambda *_: [1 + share] * 20)
+    monkeypatch.setattr("harness.gate.plugin.ratios_of", lambda *_, **__: [1 + share] * 20)
 
 
 def test_without_its_option_the_gate_times_nothing(pytester):
@@ -71,7 +71,7 @@ def test_an_update_without_a_reason_is_refused(pytester):
 def test_a_baseline_keeps_the_accepted_file_and_the_reason(accepted):
     kept = json.loads((accepted.path / "gate-baselines" / "latency.json").read_text())
     assert kept["reason"] == "first"
-    assert kept["cases"]["test_work"]["source"] == (accepted.path / "mine.py").read_text()
+    assert kept["cases"]["test_work"]["sources"] == {"mine": (accepted.path / "mine.py").read_text()}
 
 
 @pytest.mark.parametrize(("share", "code"), [(0.0, 0), (0.2, 1)])
@@ -84,11 +84,11 @@ def test_the_accepted_version_is_the_one_that_is_timed_beside_todays(accepted, m
     (accepted.path / "mine.py").write_text(FUNCTION.replace("sum(range(count))", "'today'"))
     seen = []
     monkeypatch.setattr(
-        "harness.gate.plugin._ratios",
-        lambda now, before, given: seen.append((now(*given), before(*given))) or [1.0] * 20,
+        "harness.gate.plugin.ratios_of",
+        lambda sides, cuda: seen.append([side() for side in sides()]) or [1.0] * 20,
     )
     assert run(accepted, "--gate").ret == 0
-    assert seen == [("today", sum(range(2000)))]
+    assert seen == [["today", sum(range(2000))]]
 
 
 def test_only_changed_files_are_timed_where_that_is_asked(accepted, monkeypatch):

@@ -1,23 +1,16 @@
-"""The policy gate: what it times does what it says, equal work passes, more work is found."""
+"""The policy layer, and code beside its accepted version: what is loaded, what is timed, what the ratios say."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from harness.gate.findings import GateVerdict, Measured, new_baseline
-from harness.gate.policy import (
-    case_names,
-    judge,
-    loads,
-    reference_loop,
-    rounds,
-    unfit,
-)
-
-PYTHON = {"python": "3.11"}
+from harness.config.errors import UserError
+from harness.gate import beside, policy
+from harness.gate.findings import GateVerdict, Measured, new_baseline, write_baseline
+from harness.gate.loads import loads
 
 
 class Clock:
@@ -29,55 +22,38 @@ class Clock:
     def process_time(self) -> float:
         return self.now
 
-    def work(self, amount: int) -> Callable[[], None]:
+    def work(self, amount: float) -> Callable[[], None]:
         def run() -> None:
             disturbed = 1.5 if self._draw.random() < 0.1 else 1.0
-            self.now += amount * 1e-5 * disturbed * np.exp(0.01 * abs(self._draw.standard_normal()))
+            self.now += amount * 1e-3 * disturbed * np.exp(0.01 * abs(self._draw.standard_normal()))
 
         return run
 
 
 @pytest.fixture(name="work")
-def work_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Callable[[], None]]:
+def work_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Callable[[], None]]:
     """Makes work of a given amount."""
     clock = Clock()
-    monkeypatch.setattr("harness.gate.policy.time", clock)
+    monkeypatch.setattr("harness.gate.beside.time", clock)
     return clock.work
 
 
-def run_of(**cases: list[float]) -> Measured:
-    found = {name: {"ratios": ratios} for name, ratios in cases.items()}
-    return Measured("policy", "policy-python-3.11", PYTHON, None, found)
+def run_of(ratios: list[float]) -> Measured:
+    return Measured(
+        "policy", "policy", {}, None, {"loop": {"ratios": ratios}}, {"sources": {"engine.core": "accepted"}}
+    )
 
 
-def spread(level: float, noise: float = 0.03) -> list[float]:
-    return list(level * np.exp(noise * np.random.default_rng(0).standard_normal(30)))
+@pytest.mark.parametrize(("share", "verdict"), [(1.0, GateVerdict.passed), (1.15, GateVerdict.regressed)])
+def test_equal_work_passes_and_a_seventh_more_is_found(work: Any, share: float, verdict: GateVerdict) -> None:
+    now = run_of(beside.ratios_of(lambda: (work(20 * share), work(20))))
+    assert policy.judge(now, new_baseline(run_of([1.0]), "test")).verdict is verdict
 
 
-def test_equal_work_passes(work: Any) -> None:
-    before, now = (run_of(loop=rounds(work(30), work(20))) for _ in range(2))
-    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.passed
-
-
-def test_twice_the_work_is_found(work: Any) -> None:
-    before, now = (run_of(loop=rounds(work(amount), work(20))) for amount in (30, 60))
-    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.regressed
-
-
-def test_two_thirds_more_is_found_for_the_scheduler() -> None:
-    before, now = (run_of(scheduler=spread(level)) for level in (1.0, 1.65))
-    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.regressed
-
-
-def test_another_python_is_no_comparison() -> None:
-    before = run_of(loop=spread(1.0))
-    now = replace(before, made_on={"python": "3.12"})
-    assert judge(now, new_baseline(before, "test")).verdict is GateVerdict.inconclusive
-
-
-def test_figures_that_no_later_run_could_match_become_no_baseline() -> None:
-    assert list(unfit(run_of(loop=spread(1.0)))) == []
-    assert len(list(unfit(run_of(loop=spread(1.0, noise=0.8))))) == 1
+def test_what_looks_slower_is_made_and_timed_again(work: Any) -> None:
+    sides = iter([(work(30), work(20)), (work(20), work(20))])
+    assert max(beside.ratios_of(lambda: next(sides))) < 1.6
+    assert next(sides, None) is None
 
 
 @pytest.mark.parametrize("name", loads())
@@ -86,9 +62,50 @@ def test_a_load_takes_the_same_steps_every_time(name: str) -> None:
     assert load.run() == load.run() >= 10
 
 
-def test_the_yardstick_is_what_every_baseline_was_measured_by() -> None:
-    assert reference_loop() == 1_260_800
+def test_the_accepted_core_decides_what_todays_does_and_is_another_one(tmp_path: Path) -> None:
+    accepted = beside.load(policy.sources(), tmp_path)
+    theirs = accepted["harness.gate.loads"].loads()
+    assert {name: load.run() for name, load in theirs.items()} == {
+        name: load.run() for name, load in loads().items()
+    }
+    today = {name for name in policy.sources() if accepted[name].__name__ == name}
+    assert today == set()
 
 
-def test_every_case_has_a_name_of_its_own() -> None:
-    assert len(set(case_names())) == len(case_names()) == len(loads())
+def test_a_changed_line_of_the_accepted_core_changes_the_accepted_side_alone(tmp_path: Path) -> None:
+    changed = policy.sources()
+    where = "engine.core.scheduling.scheduler"
+    changed[where] += "\n\nScheduler.has_work = property(lambda self: False)\n"
+    assert (
+        beside.load(changed, tmp_path)["harness.gate.loads"].loads()["block manager: shared prefixes"].run()
+        == 0
+    )
+    assert loads()["block manager: shared prefixes"].run() > 0
+
+
+def test_the_core_of_the_baseline_is_the_one_that_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    monkeypatch.setattr(policy, "ratios_of", lambda sides: seen.append(sides()[1]()) or [1.0] * 20)
+    kept = policy.measure()
+    kept.environment["sources"]["harness.gate.loads"] += "\n\nLoad.run = lambda self: -1\n"
+    write_baseline(tmp_path / "policy.json", new_baseline(kept, "test"))
+    seen.clear()
+    policy.measure(tmp_path)
+    assert seen == [-1] * len(policy.case_names())
+
+
+def test_a_baseline_without_sources_is_refused_by_name(tmp_path: Path) -> None:
+    write_baseline(
+        tmp_path / "policy.json", new_baseline(Measured("policy", "policy", {}, None, {"a": {}}), "test")
+    )
+    with pytest.raises(UserError, match=r"policy\.json holds no sources; .*--layer policy --update"):
+        policy.measure(tmp_path)
+
+
+def test_relative_imports_of_an_accepted_file_find_todays_neighbours(tmp_path: Path) -> None:
+    source = "from .findings import GateVerdict\nfrom . import settings\n"
+    found = beside.load({"harness.gate.strange": source}, tmp_path)["harness.gate.strange"]
+    assert found.GateVerdict is GateVerdict
+    assert found.settings.__name__ == "harness.gate.settings"

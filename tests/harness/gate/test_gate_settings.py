@@ -25,8 +25,7 @@ def run_of(layer: str, case: str, level: float) -> Measured:
 def test_the_defaults_are_those_of_the_file() -> None:
     found = default_settings()
     assert found.latency == Margins(0.02, 0.05, 0.10)
-    assert found.policy == Margins(0.5, 1.0, 0.5)
-    assert found.attention == Margins(0.05, 0.15, 0.20)
+    assert found.policy == found.cpu == Margins(0.05, 0.15, 0.20)
     assert found.resource.more_instructions == 0.10
     assert found.changed == ()
 
@@ -45,7 +44,7 @@ def test_every_file_can_be_chosen(option: str) -> None:
 
 def test_an_override_stands_above_the_chosen_file() -> None:
     found = gate_settings(["gate.policy.material=0.3", "gate=quiet"])
-    assert found.policy == Margins(0.05, 0.3, 0.10)
+    assert found.policy == Margins(0.02, 0.3, 0.10)
 
 
 def test_the_gate_is_no_part_of_a_run() -> None:

@@ -1,11 +1,13 @@
 """The latency layer's way from a case to ratios, on the CPU with torch's attention in the twin's place."""
 
+from dataclasses import replace
+
 import pytest
 
 from harness.bench.cases import KernelCase
 from harness.cost import timings as names
 from harness.environment import kernel_digest
-from harness.gate import latency as interleaving
+from harness.gate import beside
 from harness.gate.latency import measure_cases
 
 torch = pytest.importorskip("torch")
@@ -14,8 +16,8 @@ TINY = {"batch": 2, "context": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "d
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(interleaving, "FEWEST", 10)
-    monkeypatch.setattr(interleaving, "MOST", 10)
+    ten = replace(beside.DEVICE, fewest=10, most=10)
+    monkeypatch.setattr(beside.interleaved, "__defaults__", (ten,))
     monkeypatch.setattr(names, "CONTIGUOUS", "sdpa")
     torch.set_num_threads(1)
 

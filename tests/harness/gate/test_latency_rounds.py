@@ -5,7 +5,7 @@ from statistics import median
 
 import numpy as np
 
-from harness.gate.latency import FEWEST, MOST, interleaved
+from harness.gate.beside import DEVICE, interleaved
 
 
 class Machine:
@@ -42,12 +42,12 @@ def test_a_steady_drift_cancels_within_a_round() -> None:
 
 
 def test_a_quiet_machine_needs_the_fewest_rounds() -> None:
-    assert {len(found) for found in Machine(noise=0.002).ratios().values()} == {FEWEST}
+    assert {len(found) for found in Machine(noise=0.002).ratios().values()} == {DEVICE.fewest}
 
 
 def test_a_noisy_machine_gets_more_rounds_but_not_for_ever() -> None:
     few, many = (len(Machine(noise=noise).ratios()["copy"]) for noise in (0.01, 0.5))
-    assert FEWEST <= few < many == MOST
+    assert DEVICE.fewest <= few < many == DEVICE.most
 
 
 def test_every_yardstick_has_as_many_rounds() -> None:
