@@ -42,8 +42,8 @@ _LAUNCHES = 20  # calls of a run on a GPU; with fewer, the events would dominate
 
 
 @dataclass(frozen=True)
-class Timing:
-    """How long a timing goes on, in rounds: the least, the most, how many before the spread is asked again, and how close the bounds.
+class Turns:
+    """The rounds of a timing: the least, the most, how many before the spread is asked again, and how close the bounds.
 
     `both` makes one time of the two runs that a side has in a round.
     """
@@ -55,13 +55,13 @@ class Timing:
     both: Callable[[Sequence[float]], float]
 
 
-DEVICE = Timing(30, 150, 20, 0.02, sum)
+DEVICE = Turns(30, 150, 20, 0.02, sum)
 # on a CPU other processes only ever cost time, so the faster run of a round counts
-PROCESS = Timing(20, 80, 10, 1 / 6, min)
+PROCESS = Turns(20, 80, 10, 1 / 6, min)
 
 
 def interleaved(
-    kernel: Round, yardsticks: Mapping[str, Round], plan: Timing = DEVICE
+    kernel: Round, yardsticks: Mapping[str, Round], plan: Turns = DEVICE
 ) -> dict[str, list[float]]:
     """Ratios of kernel to each yardstick, one for each round.
 
