@@ -5,8 +5,8 @@ engine; Python must be able to import its module:
 
     PYTHONPATH=examples python -m harness sweep scheduler.victim=null,own_policy:CheapestToRepeat
 
-Queue order, admission and eviction are replaced in the same way: `scheduler.order`, `scheduler.admission` and
-`cache.eviction`. The methods of each are in `engine/core/policies.py` and `engine/core/memory/eviction.py`.
+Queue order and admission are replaced in the same way: `scheduler.order`, `scheduler.admission`. Their methods are in
+`engine/core/policies.py`. For eviction see `own_eviction.py`.
 """
 
 from collections.abc import Sequence

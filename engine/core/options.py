@@ -58,14 +58,19 @@ class Placement(StrEnum):
     buddy = "buddy"  # a chunk of the next power of two
 
 
-class Keep(StrEnum):
-    """Which cached blocks are evicted last (`engine.core.memory.eviction`)."""
+class Eviction(StrEnum):
+    """Which cached block is evicted first (`engine.core.memory.eviction`)."""
 
-    recent = "recent"  # those that were released last
-    ttl = "ttl"  # those that a session has released less than a time to live ago
-    pin = "pin"  # the first tokens of every prompt
-    priority = "priority"  # those of requests with a lower priority number
-    superseded = "superseded"  # all but what a later turn of the same session has not taken up
+    lru = "lru"  # of the table that was released first, from its end; so leaves of the prefix tree before the rest
+    fifo = "fifo"  # what was cached first
+    lfu = "lfu"  # what was used least often, leaves of the prefix tree before the rest
+    sieve = "sieve"  # what was cached first, but what was used is spared once
+    s3fifo = "s3fifo"  # what is not used again soon after it was cached, then as fifo with a second chance
+    ttl = "ttl"  # all but what a session has released less than a time to live ago
+    pinned = "pinned"  # all but the first tokens of every prompt
+    priority = "priority"  # what requests with a higher priority number, which matter less, have left
+    superseded = "superseded"  # what a later turn of the same session has not taken up
+    gdsf = "gdsf"  # what costs the fewest seconds to compute again, by its uses so far
 
 
 class GroupKind(StrEnum):

@@ -32,7 +32,8 @@ class Request:
     the same work. `identity` gives the hashes of full blocks for the prefix cache; with None the request does not use
     the cache. Requests are served in order of submission, or by `priority`, lower first. `final_kv_tokens` follows from
     the lengths: the KV slots that one finished sequence has written. The last generated token is never fed back.
-    `most_kv_tokens` counts those of drafts past the end too.
+    `most_kv_tokens` counts those of drafts past the end too. `session` is the conversation that the request is a turn
+    of, and `arrival_ns` its time in the trace; policies may look at them.
     """
 
     request_id: int
@@ -43,8 +44,15 @@ class Request:
     identity: BlockIdentity | None = None
     priority: int = 0
     speculation: Speculation | None = None
+    session: str | None = None
+    arrival_ns: int = 0
     final_kv_tokens: int = field(init=False, repr=False, compare=False)
     most_kv_tokens: int = field(init=False, repr=False, compare=False)
+
+    @property
+    def tenant(self) -> str:
+        """Whose request it is: the salt of its prefixes; empty for none."""
+        return "" if self.identity is None else self.identity.salt
 
     def __post_init__(self) -> None:
         final = self.prompt_tokens + self.output_tokens - 1

@@ -82,10 +82,10 @@ def expire(state: ReplayState) -> None:
 
 
 @jitable
-def rank_of(state: ReplayState, request: int, index: int) -> int:
-    """The rank of block `index` of those that `request` leaves in the cache."""
+def rank_of(state: ReplayState, request: int, place: int) -> int:
+    """The rank of block number `place` of `request`, which it leaves in the cache."""
     if state.rules.keep == PIN:
-        return int(index < state.rules.pinned)
+        return int(place < state.rules.pinned)
     return int(state.inputs.rank[request])
 
 
@@ -383,12 +383,11 @@ def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
     unnamed = batch.distinct[row] - batch.named[row]
     entries, unwritten, unfillable = table_totals(state, row, 0)
     request, first = batch.request[row], batch.named[row]
-    before = last_references(state, row) if state.rules.keep == PIN else 0
-    near = min(kept, max(0, state.rules.pinned - before))  # in another rank than the rest
+    near = min(kept, max(0, state.rules.pinned - first))  # in another rank than the rest
     if kept > near:
-        add_run(state, request, first + near, kept - near, is_found, rank_of(state, request, before + near))
+        add_run(state, request, first + near, kept - near, is_found, rank_of(state, request, first + near))
     if near:
-        add_run(state, request, first, near, is_found, rank_of(state, request, before))
+        add_run(state, request, first, near, is_found, rank_of(state, request, first))
     give_back(state, unnamed - kept)
     gone, last_is_gone = release_named(state, row)
     gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
@@ -398,22 +397,11 @@ def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
 
 
 @jitable
-def last_references(state: ReplayState, row: int) -> int:
-    """How many named blocks `row` alone refers to."""
-    named, count = state.named, 0
-    first = state.inputs.first_name[state.batch.request[row]]
-    for place in range(first, first + state.batch.named[row]):
-        count += named.references[named.held[place]] == 1
-    return count
-
-
-@jitable
 def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
     """Drop the references of `row`; returns how many blocks have none any more, and whether the last one has none."""
     at, named = state.at, state.named
     request, gone, last_is_gone = state.batch.request[row], 0, False
     first = state.inputs.first_name[request]
-    left = last_references(state, row) if state.rules.keep == PIN else 0
     for index in range(state.batch.named[row] - 1, -1, -1):
         block = named.held[first + index]
         named.references[block] -= 1
@@ -422,7 +410,7 @@ def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
         gone += 1
         last_is_gone = last_is_gone or index == state.batch.named[row] - 1
         if state.rules.keeps:
-            append_node(state, block, rank_of(state, request, left - gone))
+            append_node(state, block, rank_of(state, request, index))
             at[CACHED] += 1
         else:
             forget_name(state, block)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.options import Keep, Preemption, SchedulerLimits, Scheduling
+from engine.core.options import Eviction, Preemption, SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.grouping import Grouping, Waste, no_layers
@@ -224,19 +224,19 @@ class PlainRequests:
 
 @dataclass(frozen=True)
 class Keeping:
-    """Which cached blocks are evicted last (`engine.core.memory.eviction.KeepQueue`).
+    """Which cached blocks are evicted last (`engine.core.memory.eviction_rules`).
 
     `rank`, int64 `[requests]`, is 1 for requests of a session with `ttl`, and with `priority` the place of the
-    request's priority, the least important first. `seconds` is of `ttl`, `pinned` blocks of `pin`.
+    request's priority, the least important first. `seconds` is of `ttl`, `pinned` blocks of `pinned`.
     """
 
-    rule: Keep
+    rule: Eviction
     rank: IntArray
     seconds: float = 0.0
     pinned: int = 0
 
 
-_KEEP = {Keep.ttl: TTL, Keep.pin: PIN, Keep.priority: PRIORITY}
+_KEEP = {Eviction.ttl: TTL, Eviction.pinned: PIN, Eviction.priority: PRIORITY}
 
 
 @dataclass(frozen=True)
@@ -389,7 +389,7 @@ def _rules(
         swaps=int(limits.preemption is Preemption.swap),
         keep=_KEEP[keeping.rule] if keeping else RECENT,
         keep_ns=round(keeping.seconds * 1e9) if keeping else 0,
-        pinned=keeping.pinned if keeping and keeping.rule is Keep.pin else 0,
+        pinned=keeping.pinned if keeping and keeping.rule is Eviction.pinned else 0,
         ranks=max(2, int(keeping.rank.max(initial=0)) + 1) if keeping else 1,
         window=pool.window or 0,
         groups=len(grouping.layout.groups) if grouping else 0,

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Retention, Sharing, SpeculationMode
+from engine.core.options import (
+    CachePolicy,
+    Eviction,
+    GroupPages,
+    Preemption,
+    Retention,
+    Sharing,
+    SpeculationMode,
+)
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import (
@@ -118,6 +126,8 @@ _NO_CACHE = "there is no prefix cache"
 _ALONE = "only the prediction has it"
 _UNKNOWN = "requests for beams are none of the trace, and it does not know them"
 _ONE = "it serves one replica"
+_BY_REQUEST = (Eviction.ttl, Eviction.priority, Eviction.superseded)  # rules that look at the request
+_COMPILED_RULES = (Eviction.ttl, Eviction.pinned, Eviction.priority)
 _KEPT = "it is kept for one replica alone"
 
 TABLE: tuple[Capability, ...] = (
@@ -192,10 +202,10 @@ TABLE: tuple[Capability, ...] = (
         "decoding.draft_tokens",
         lambda a: _if(
             a.drafts
-            and (a.several or a.cache.keep is not Keep.recent or a.scheduler.preemption is Preemption.swap),
+            and (a.several or a.cache.eviction != Eviction.lru or a.scheduler.preemption is Preemption.swap),
             a.decoding.draft_tokens,
         ),
-        {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.keep"},
+        {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.eviction"},
     ),
     Capability(
         "decoding.draft_place",
@@ -249,8 +259,27 @@ TABLE: tuple[Capability, ...] = (
     Capability("scheduler.victim", lambda a: a.scheduler.victim, {Way.compiled: _OWN, Way.oracle: _OWN}),
     Capability(
         "cache.eviction",
-        lambda a: a.cache.eviction,
-        {Way.groups: "it has two orders of its own (cache.behind_first)", Way.compiled: _OWN, Way.oracle: _OWN},
+        lambda a: _if(a.cache.eviction != Eviction.lru, a.cache.eviction),
+        {Way.groups: "it has two orders of its own (cache.behind_first)",
+         Way.oracle: "vLLM evicts the least recently used alone"},
+    ),
+    Capability(
+        "cache.eviction",
+        lambda a: _if(a.cache.eviction in _BY_REQUEST, a.cache.eviction), {Way.client: _UNKNOWN}
+    ),
+    Capability(
+        "cache.eviction",
+        lambda a: _if(a.cache.eviction not in (Eviction.lru, *_COMPILED_RULES), a.cache.eviction),
+        {Way.compiled: "it knows no such order of eviction"},
+    ),
+    Capability(
+        "cache.eviction",
+        lambda a: _if(
+            a.cache.eviction != Eviction.lru
+            and (a.several or a.device.data_parallel > 1 or a.scheduler.preemption is not Preemption.recompute),
+            a.cache.eviction,
+        ),
+        {Way.compiled: "a rule of eviction stands beside several sequences, replicas or swapped requests"},
     ),
     Capability(
         "scheduler.async_scheduling",
@@ -294,21 +323,6 @@ TABLE: tuple[Capability, ...] = (
         "cache.pool_blocks",
         lambda a: _if(a.cache.groups is not GroupPages.uniform, a.cache.pool_blocks),
         {Way.groups: "pages of its pools differ; use cache.pool_tokens"},
-    ),
-    Capability(
-        "cache.keep",
-        lambda a: _if(a.cache.keep is not Keep.recent, a.cache.keep),
-        {Way.measured: _ALONE, Way.groups: "its order is that of one block table", Way.replicas: _ONE,
-         Way.client: _UNKNOWN},
-    ),
-    Capability(
-        "cache.keep",
-        lambda a: _if(
-            a.cache.keep is Keep.superseded
-            or (a.cache.keep is not Keep.recent and (a.several or a.scheduler.preemption is not Preemption.recompute)),
-            a.cache.keep,
-        ),
-        {Way.compiled: "kept blocks depend on later turns, or on several sequences or swapped ones"},
     ),
     Capability(
         "cache.answers",

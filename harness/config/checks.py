@@ -8,7 +8,15 @@ import re
 from collections.abc import Callable, Iterator
 from os.path import exists, expanduser
 
-from engine.core.options import CachePolicy, GroupPages, Keep, Preemption, Sharing, SpeculationMode, StateMode
+from engine.core.options import (
+    CachePolicy,
+    Eviction,
+    GroupPages,
+    Preemption,
+    Sharing,
+    SpeculationMode,
+    StateMode,
+)
 from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
 from harness.config.capabilities import check_combinations
@@ -68,9 +76,6 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
 
 def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
     """Rules of eviction that exclude one another."""
-    cache = config.cache
-    if cache.keep is not Keep.recent and cache.eviction is not None:
-        yield ConfigError("cache.keep", f"found {cache.keep} beside cache.eviction; choose one of them")
     if config.replay.optimum and config.scheduler.order is not None:
         reason = "found true, but not with scheduler.order: ties of its order are not known"
         yield ConfigError("replay.optimum", reason)
@@ -187,8 +192,10 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
     for key in OWN_POLICIES:
         section, name = key.split(".")
         value = getattr(getattr(config, section), name)
-        if value is not None and not _CLASS.fullmatch(value):
-            yield ConfigError(key, f"found '{value}', must be module:Class of an importable class, or null")
+        rules = tuple(Eviction) if key == "cache.eviction" else ("null",)
+        if value is not None and value not in rules and not _CLASS.fullmatch(value):
+            allowed = f"module:Class of an importable class, or {', '.join(rules)}"
+            yield ConfigError(key, f"found '{value}', must be {allowed}")
     if scheduler.preemption is not Preemption.recompute and cache.policy is CachePolicy.paged:
         if not cache.host_tokens:
             yield ConfigError(

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.core.options import CachePolicy, GroupPages, Keep
+from engine.core.options import CachePolicy, Eviction, GroupPages
 from engine.runtime.options import Dtype
 from harness.config.errors import ConfigError
 from harness.config.execution import applicable
@@ -83,9 +83,8 @@ def normalise(config: RunConfig) -> RunConfig:
             deduplicate=False,
             copy_at_fork=False,
             host_tokens=0,
-            eviction=None,
+            eviction=plain.eviction,
             groups=plain.groups,
-            keep=plain.keep,
             answers=False,
         )
     else:
@@ -100,11 +99,11 @@ def normalise(config: RunConfig) -> RunConfig:
             state_every=None,
         )
     if not cache.prefix_caching:
-        cache = with_values(cache, keep=plain.keep, answers=False)
-    if cache.keep is not Keep.ttl:
-        cache = with_values(cache, keep_s=plain.keep_s)
-    if cache.keep is not Keep.pin:
-        cache = with_values(cache, keep_tokens=plain.keep_tokens)
+        cache = with_values(cache, eviction=plain.eviction, answers=False)
+    if cache.eviction != Eviction.ttl:
+        cache = with_values(cache, ttl_s=plain.ttl_s)
+    if cache.eviction != Eviction.pinned:
+        cache = with_values(cache, pinned_tokens=plain.pinned_tokens)
     if not cache.prefix_caching:
         cache = with_values(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
     wide = config.trace.format in _WIDE

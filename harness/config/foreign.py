@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from engine.core.options import Eviction
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 
@@ -29,6 +30,7 @@ _READ = (
     *("trace.path", "trace.tokenizer", "model.path", "decoding.beam_parents", "decoding.draft_path"),
     *("cost.operators", "cost.kernels", "report.kernels"),
 )
+_CHOICES = {"cache.eviction": frozenset(Eviction)}  # texts that name what is shipped
 _PLACES = ("out", "cost.cache_dir", "execute.folder", "execute.partition", "execute.address")
 
 
@@ -70,7 +72,7 @@ def accept(key: str, value: Any, where: str, folder: Path | None = None) -> None
     what = "code to run" if key in _texts() and key not in _PLACES else "a place to run or to write"
     if "${" in str(value):
         raise ConfigError(key, f"{where} holds an interpolation, {str(value)!r}, and no file may; {typed}")
-    is_text = key in _texts() and value is not None
+    is_text = key in _texts() and value is not None and value not in _CHOICES.get(key, ())
     if key.partition(".")[0] == "execute" or (is_text and key not in (*_SHOWN, *_READ)):
         raise ConfigError(key, f"{where} names {what}, {str(value)!r}, and no file may; {typed}")
     if folder is not None and ((is_text and key in _READ) or is_option_file(value)):

@@ -18,6 +18,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from harness.config.errors import ConfigError
 from harness.config.foreign import accept
 from harness.config.groups import groups, list_options, option_file
+from harness.config.overrides import renamed
 from harness.config.schema import RunConfig
 
 BASE = "base"
@@ -114,7 +115,10 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
             names the file, the line and the key.
     """
     file = Path(named).expanduser()
-    found = dict(_entries(file, group))
+    found = {}
+    for name, (value, line) in _entries(file, group):
+        key, value = renamed(f"{group}.{name}", value)
+        found[key.partition(".")[2]] = value, line
     section = tree[group]
     base = found.pop(BASE, None)
     start: dict[str, Any] = _base_values(file, group, base) if base else dict(_ASSUMED.get(group, {}))

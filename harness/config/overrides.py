@@ -21,6 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
 from hydra.errors import HydraException
 
+from engine.core.options import Eviction
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.foreign import Foreign, accept, is_option_file
 from harness.config.groups import DEPLOYMENT, EXPERIMENTS, groups, list_options, options
@@ -31,6 +32,7 @@ _LIKE_ENOUGH = 0.6
 MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
 _PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
 _SAFE = re.compile(r"[\w./@%+-]+", re.ASCII)  # read by Hydra as they stand
+_EVICTION, _ALL = "cache.eviction", "all"  # of which all rules can be asked for at once
 _ENDING = re.compile(r'\\+(?="|\Z)')  # backslashes that the grammar would read with a quote
 _PLAIN_REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key
 _EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
@@ -160,11 +162,32 @@ def parse_override(text: str) -> Axis:
         UserError: not `key=value` in Hydra's grammar, or a `Foreign` text with a value that no file may give.
         UnknownKeyError: no such key, group or option; names the nearest.
     """
-    axis = _parsed(str(text))
+    axis = _parsed(_renamed(str(text)))
     if isinstance(text, Foreign):
         for setting in axis.settings:
             accept(axis.key, setting.value, text.where, text.folder)
     return axis
+
+
+_FORMER = {
+    "cache.keep": "cache.eviction",
+    "cache.keep_s": "cache.ttl_s",
+    "cache.keep_tokens": "cache.pinned_tokens",
+}
+_FORMER_RULES = {"recent": Eviction.lru, "pin": Eviction.pinned, "null": Eviction.lru, None: Eviction.lru}
+
+
+def renamed(key: str, value: Any) -> tuple[str, Any]:
+    """The key and the value of today for those of an older file: `cache.keep` had rules that `cache.eviction` has."""
+    key = _FORMER.get(key, key)
+    return key, _FORMER_RULES.get(value, value) if key == _EVICTION else value
+
+
+def _renamed(text: str) -> str:
+    key, sign, value = text.partition("=")
+    if key not in (*_FORMER, _EVICTION):
+        return text
+    return f"{renamed(key, '')[0]}{sign}{','.join(str(renamed(key, word)[1]) for word in value.split(','))}"
 
 
 @lru_cache(maxsize=4096)
@@ -274,6 +297,8 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
         return [(name, f"{key}={name}") for name in found]
     if isinstance(override._value, Glob):
         raise ConfigError(key, f"'{_shown(override)}' chooses among the files of a group, and {key} is none")
+    if key == _EVICTION and _shown(override) == _ALL:
+        return [(str(rule), f"{key}={rule}") for rule in Eviction]
     if not override.is_sweep_override():
         return [(override.value(), f"{key}={_shown(override)}")]
     if not override.is_discrete_sweep():

@@ -79,8 +79,8 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (Range(0.01, 1000), "trace.arrival_shape"),
     (_SEED, "workload.seed model.seed"),
     (Range(0, 10**9), "cache.host_tokens"),
-    (Range(0, _SECONDS), "cache.keep_s"),
-    (Range(0, 10**9), "cache.keep_tokens cache.retention_interval"),
+    (Range(0, _SECONDS), "cache.ttl_s"),
+    (Range(0, 10**9), "cache.pinned_tokens cache.retention_interval"),
     (Range(1, 10**9), "cache.state_every"),
     (Range(0, 10**4), "decoding.draft_tokens"),
     (Range(0, 100), "workload.prefix_zipf"),  # beyond, every prompt has the first prefix

@@ -12,7 +12,6 @@ from engine.core.options import (
     Decoding,
     GroupPages,
     HashAlgorithm,
-    Keep,
     Placement,
     Retention,
     SchedulerOptions,
@@ -238,10 +237,11 @@ class CacheConfig:
     deduplicate: bool = False  # free a block whose content another block held first
     copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
     host_tokens: int = 0  # KV slots of host memory for swapped requests
-    eviction: str | None = None  # module:Class of your own eviction queue; null: least recently used
-    keep: Keep = Keep.recent  # which cached blocks are evicted last; others than recent are predicted alone
-    keep_s: float = 60.0  # keep=ttl: how long what a session has released is kept, s
-    keep_tokens: int = 1024  # keep=pin: leading tokens of every prompt that are evicted last
+    eviction: str = (
+        "lru"  # which cached block is evicted first: a rule of Eviction, or module:Class of your own
+    )
+    ttl_s: float = 60.0  # eviction=ttl: how long what a session has released is kept, s
+    pinned_tokens: int = 1024  # eviction=pinned: leading tokens of every prompt that are evicted last
     answers: bool = False  # later prompts find the answers that the trace names (output_key); predicted alone
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's

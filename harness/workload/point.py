@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from engine.core.identity import BlockIdentity, KeyIdentity
-from engine.core.memory.eviction import EvictionQueue, KeepQueue, TurnOf
-from engine.core.options import Decoding, Keep, SchedulerLimits, Sharing
+from engine.core.memory.eviction import EvictionPolicy
+from engine.core.options import Decoding, SchedulerLimits, Sharing
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.capabilities import Asked, Way, refusals
@@ -163,27 +163,13 @@ class Point:
         return new_scheduler(self.deployment)
 
     def observed_scheduler(
-        self, clock: Callable[[], int], eviction: EvictionQueue | None = None
+        self, clock: Callable[[], int], eviction: EvictionPolicy | None = None
     ) -> tuple[Scheduler, list[MemoryObserver]]:
         """A scheduler over an empty pool, and the observers of its memory that the replay keeps.
 
         `clock` gives the time in ns; `eviction` replaces the eviction order.
         """
-        eviction = self._keeping(clock) if eviction is None else eviction
         return observed_scheduler(self.deployment, self.replay, clock=clock, eviction=eviction)
-
-    def _keeping(self, clock: Callable[[], int]) -> KeepQueue | None:
-        """The order of eviction that knows the sessions of the trace; None for the least recently released."""
-        cache = self.deployment.cache
-        if cache.keep is Keep.recent:
-            return None
-        turns = {
-            row.request_id: TurnOf(row.session, row.turn or 1)
-            for row in self.trace.requests
-            if row.session is not None
-        }
-        pinned = cache.keep_tokens // self.pool.block_size
-        return KeepQueue(cache.keep, turns, seconds=cache.keep_s, pinned=pinned, clock=clock)
 
     def beam_client(self, genealogy: Genealogy) -> KeyedBeams | None:
         """The client that sends the beams of these requests; None where the engine itself serves beams."""
@@ -260,6 +246,8 @@ def _request(
         identity,
         priority=row.priority,
         speculation=decoding.speculation,
+        session=row.session,
+        arrival_ns=row.arrival_us * 1000,
     )
 
 

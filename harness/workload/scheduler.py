@@ -4,6 +4,7 @@ This is the one place where a deployment becomes a core, so both sides get the s
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -11,10 +12,11 @@ from typing import Any
 
 from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
-from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.eviction import EvictionPolicy
+from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager
-from engine.core.options import CachePolicy, SchedulerLimits, Sharing
+from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
@@ -23,7 +25,7 @@ from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies
 from harness.workload.deployment import Deployment
 
 _METHODS = {
-    "cache.eviction": ("push", "remove", "pop", "blocks", "__len__"),
+    "cache.eviction": ("push", "reuse", "forget", "pop", "blocks", "__len__"),
     "scheduler.order": ("key",),
     "scheduler.victim": ("choose",),
     "scheduler.admission": ("allows",),
@@ -36,15 +38,15 @@ def new_scheduler(deployment: Deployment, *, keep_events: bool = False) -> Sched
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
     """
-    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events))[0]
+    return observed_scheduler(deployment, ReplayConfig(kv_events=keep_events), clock=time.monotonic_ns)[0]
 
 
 def observed_scheduler(
     deployment: Deployment,
     keep: ReplayConfig,
     *,
-    clock: Callable[[], int] = lambda: 0,
-    eviction: EvictionQueue | None = None,
+    clock: Callable[[], int],
+    eviction: EvictionPolicy | None = None,
 ) -> tuple[Scheduler, list[MemoryObserver]]:
     """The same, and the observers of its memory that `keep` asks for; `clock` gives the time in ns.
 
@@ -79,7 +81,7 @@ def observed_scheduler(
         copy_at_fork=cache.copy_at_fork,
         keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
-        eviction=_user_policy("cache.eviction", cache.eviction) if eviction is None else eviction,
+        eviction=eviction_policy(deployment, clock) if eviction is None else eviction,
         keep_events=keep.kv_events,
         keep_lookups=keep.lookups,
         residency=sampler,
@@ -91,6 +93,25 @@ def observed_scheduler(
     if sampler is not None:
         kept.append(Residencies(sampler))
     return Scheduler(paged, limits, policies), kept
+
+
+def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0) -> EvictionPolicy:
+    """A new policy of eviction; `clock` gives the time in ns. It prices what is lost at the peak of the device.
+
+    Raises:
+        ConfigError: a class of the user cannot be imported or made, or lacks a method.
+    """
+    cache, model, device = deployment.cache, deployment.shape, deployment.hardware
+    if cache.eviction in set(Eviction):
+        rule, pinned = Eviction(cache.eviction), cache.pinned_tokens // deployment.pool.block_size
+        policy = new_policy(rule, ttl_s=cache.ttl_s, pinned=pinned)
+    else:
+        policy = _user_policy("cache.eviction", cache.eviction)
+    flops = device.flops * device.parallel
+    policy.facts.clock = clock
+    policy.facts.token_s = 2 * model.token_weights / flops
+    policy.facts.pair_s = model.prompt_pair_flops / flops
+    return policy
 
 
 def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:

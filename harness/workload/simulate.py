@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import simpy
 
-from engine.core.memory.eviction import EvictionQueue
-from engine.core.options import Decoding, Keep, Retention, Scheduling
+from engine.core.memory.eviction import EvictionPolicy
+from engine.core.options import Decoding, Eviction, Retention, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.grouping import Grouping
@@ -46,6 +46,7 @@ from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_toget
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
+from harness.workload.scheduler import eviction_policy
 from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, TraceRequest
@@ -250,13 +251,14 @@ def _grouping(point: Point) -> Grouping | None:
 
 def _keeping(cache: CacheConfig, rows: Sequence[TraceRequest], block_size: int) -> Keeping | None:
     """The rule by which cached blocks are kept; None for the least recently released."""
-    if cache.keep is Keep.recent:
+    if cache.eviction == Eviction.lru:
         return None
-    if cache.keep is Keep.priority:
+    if cache.eviction == Eviction.priority:
         rank = np.unique([-row.priority for row in rows], return_inverse=True)[1]
     else:
         rank = np.array([row.session is not None for row in rows])
-    return Keeping(cache.keep, rank.astype(np.int64), cache.keep_s, cache.keep_tokens // block_size)
+    pinned = cache.pinned_tokens // block_size
+    return Keeping(Eviction(cache.eviction), rank.astype(np.int64), cache.ttl_s, pinned)
 
 
 Observe = Callable[[Scheduler], Observer]
@@ -270,7 +272,7 @@ def replay_point(
     executor: Executor,
     *observers: Observer,
     observe: Observe | None = None,
-    eviction: EvictionQueue | None = None,
+    eviction: EvictionPolicy | None = None,
     progress: Progress | None = None,
     client: BeamClient | None = None,
     live: dict[int, Request],
@@ -338,7 +340,7 @@ def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Run
 def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) -> dict[str, Any]:
     client, live = point.beam_client(point.workload.genealogy(cost.source)), dict[int, Request]()
     # A fast-forward would take and release all its blocks at one time.
-    single = point.replay.residency is not None or point.deployment.cache.keep is Keep.ttl
+    single = point.replay.residency is not None or eviction_policy(point.deployment).reads_clock
     executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
 
@@ -385,7 +387,8 @@ def optimal_hit_tokens(point: Point, log: RunLog) -> int:
 
 def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> RunLog:
     """The same for data-parallel replicas on one clock."""
-    env, schedulers = simpy.Environment(initial_time=0), [point.scheduler() for _ in range(point.replicas)]
+    env = simpy.Environment(initial_time=0)
+    schedulers = [point.observed_scheduler(lambda: int(env.now))[0] for _ in range(point.replicas)]
     folds, recorders, replays = [], [], []
     lockstep = point.deployment.shape.experts is not None
     arrivals = point.arrivals(point.requests())

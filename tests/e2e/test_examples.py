@@ -11,6 +11,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 PRINTS = {
     "block_manager.py": "slots [80, 95, 192, 207, 48, 50]",
     "engine_as_a_library.py": "prompt tokens from the cache: 32",
+    "own_eviction.py": "DeepestFirst",
     "own_policy.py": "CheapestToRepeat",
     "own_trace.py": "60 requests",
     "read_the_store.py": "TTFT p99",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from sim_cases import play
 
 from engine.core.identity import KeyIdentity
-from engine.core.memory.eviction import EvictionQueue
+from engine.core.memory.eviction import EvictionPolicy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.options import (
@@ -249,7 +249,7 @@ def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
     return Sessions([Turn(*turn) for turn in zip(timed, parents, pauses, strict=True)])
 
 
-def core_parts(limits: SchedulerLimits, pool: PlainPool, eviction: EvictionQueue | None = None) -> Scheduler:
+def core_parts(limits: SchedulerLimits, pool: PlainPool, eviction: EvictionPolicy | None = None) -> Scheduler:
     retention, grouping = Retention.lru if pool.keeps else Retention.none, pool.grouping
     if grouping is not None:
         manager = PagedManager.of(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from engine.core.memory.eviction import LruQueue
+from engine.core.memory.eviction import EvictionPolicy, Released
 from engine.core.request import Request
 from engine.core.sequence import Group
 
@@ -21,20 +21,22 @@ class ShortPromptsFirst:
         return (request.prompt_tokens, rank)
 
 
-class MostRecentFirst(LruQueue):
+class MostRecentFirst(EvictionPolicy):
     """Evict what was released last."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._order: dict[int, None] = {}
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def push(self, blocks: Sequence[int]) -> None:
+    def push(self, blocks: Sequence[int], table: Released) -> None:
         self._order.update(dict.fromkeys(blocks))
 
-    def remove(self, block: int) -> None:
-        del self._order[block]
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        for block in queued:
+            del self._order[block]
 
     def pop(self, count: int) -> list[int]:
         return [self._order.popitem()[0] for _ in range(count)]

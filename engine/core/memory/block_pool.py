@@ -20,8 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
-from engine.core.memory.eviction import EvictionQueue, LruQueue
+from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Retention
+from engine.core.request import Request
 
 
 class BlockOrigin(NamedTuple):
@@ -181,7 +182,7 @@ class BlockPool:
         num_blocks: int,
         *,
         retention: Retention = Retention.lru,
-        eviction: EvictionQueue | None = None,
+        eviction: EvictionPolicy | None = None,
         keep_events: bool = False,
         offset: int = 0,
     ) -> None:
@@ -195,6 +196,7 @@ class BlockPool:
         self._refs = [0] * (offset + 1)  # by block, as far as blocks entered the stack
         self._uncached: list[int] = []
         self._evictable = LruQueue() if eviction is None else eviction
+        self._evictable.facts.num_blocks, self._evictable.facts.hash_of = num_blocks, self.hash_of
         self._hash_of: list[BlockHash | None] = [None] * (offset + 1)
         self._extend(0)
         self._index = HashIndex()
@@ -289,11 +291,7 @@ class BlockPool:
         if None in _each(self._hash_of, revived):
             block = next(block for block in revived if self._hash_of[block] is None)
             raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
-        if type(self._evictable) is LruQueue:  # a subclass may have its own `remove`
-            self._evictable.remove_all(revived)
-        else:
-            for block in revived:
-                self._evictable.remove(block)
+        self._evictable.reuse(blocks, revived)
         self.free_blocks -= len(revived)
         for block in blocks:
             refs[block] += 1
@@ -310,10 +308,11 @@ class BlockPool:
             )
         self._refs[block] -= 1
 
-    def release(self, blocks: Sequence[int]) -> list[int]:
+    def release(self, blocks: Sequence[int], first: int = 0, request: Request | None = None) -> list[int]:
         """Drop one reference to each of a table's `blocks`, given in table order; returns those that are now free.
 
-        A free block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has fewer
+        The blocks are those from entry `first` on of a table of `request`, as the policy of eviction is told. A free
+        block with a hash stays in the prefix cache. Raises CoreError, and changes nothing, if a block has fewer
         references than are dropped, or loses the last one in two entries: a table has each block once.
         """
         refs = self._refs
@@ -337,21 +336,21 @@ class BlockPool:
                 for block in blocks:
                     refs[block] += 1
                 raise _twice("released", blocks)
-        self._free(gone)
+        self._free(gone, Released(blocks, first, request))
         return gone
 
-    def _free(self, gone: list[int]) -> None:
+    def _free(self, gone: list[int], table: Released) -> None:
         hash_of = self._hash_of
         self.free_blocks += len(gone)
         hashes = _each(hash_of, gone)
         if None not in hashes and self.retention is Retention.lru:
-            self._evictable.push(gone)
+            self._evictable.push(gone, table)
             return
         cached = [block for block, block_hash in zip(gone, hashes, strict=True) if block_hash is not None]
         if self.retention is Retention.none:
             self._remove_hashes(cached)
             cached = []
-        self._evictable.push(cached)
+        self._evictable.push(cached, table)
         uncached = [block for block in gone if hash_of[block] is None]
         self._uncached += uncached
         self._void(uncached)
@@ -412,7 +411,9 @@ class BlockPool:
         """
         if self.unreferenced(blocks):
             raise CoreError("only a block with a reference can be rewritten")
-        self._remove_hashes([block for block in blocks if self._hash_of[block] is not None])
+        known = [block for block in blocks if self._hash_of[block] is not None]
+        self._evictable.forget(known)
+        self._remove_hashes(known)
 
     def _remove_hashes(self, blocks: Sequence[int]) -> None:
         hash_of = self._hash_of

@@ -335,7 +335,7 @@ class BlockTables:
         """End the life of `sequence` and drop its references; returns the table that it had."""
         table = self.get(sequence)
         del self._live[sequence]
-        self.drop(table, sequence.computed, sequence.held)
+        self.drop(table, sequence.computed, sequence.held, sequence.request)
         return table
 
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> list[SequenceState]:
@@ -357,7 +357,7 @@ class BlockTables:
             sharing.append(branch)
         for index, table in enumerate(tables):
             if index not in taken_over:
-                self.drop(table, branches[0].computed, before[index][1])
+                self.drop(table, branches[0].computed, before[index][1], branches[0].request)
         return sharing
 
     def take_over(self, child: SequenceState, sequence: SequenceState) -> None:
@@ -369,13 +369,13 @@ class BlockTables:
         sequence.held = child.held
         self.open(sequence, table)
 
-    def drop(self, table: Sequence[int], computed: int, first: int = 0) -> None:
-        """Drop one reference to each block from entry `first` on, of a table with `computed` tokens.
+    def drop(self, table: Sequence[int], computed: int, first: int, request: Request) -> None:
+        """Drop one reference to each block from entry `first` on, of a table of `request` with `computed` tokens.
 
         Only the last that is written can be so in part; those behind it are reserved for drafts.
         """
         dropped = self._blocks(table, first)
-        gone = self.pool.release(dropped)
+        gone = self.pool.release(dropped, first, request)
         counters = self.counters
         counters.entries -= len(dropped)
         if not gone:
@@ -405,11 +405,11 @@ class BlockTables:
         """Drop blocks that were allocated for a step that will not run."""
         table, keep = self.get(sequence), self.blocks_of(sequence.computed)
         if keep < len(table):
-            self._drop_empty(table, keep)
+            self._drop_empty(sequence.request, table, keep)
 
-    def _drop_empty(self, table: list[int], keep: int) -> None:
+    def _drop_empty(self, request: Request, table: list[int], keep: int) -> None:
         unwritten = keep * self.block_size
-        self.drop(table, unwritten, keep)
+        self.drop(table, unwritten, keep, request)
         del table[keep:]
 
     def kept(self, sequence: SequenceState, tokens: int) -> int:
@@ -432,7 +432,7 @@ class BlockTables:
             return
         keep = self.blocks_of(tokens)
         if keep < len(table):
-            self.drop(table, computed, keep)
+            self.drop(table, computed, keep, sequence.request)
             del table[keep:]
         sequence.cached_blocks = min(sequence.cached_blocks, tokens // size)
         if tokens % size:

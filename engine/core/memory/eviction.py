@@ -1,47 +1,105 @@
 """The eviction order: which cached free block is taken first. The default is least recently used.
 
-`CheckpointRule` says which blocks of windows and states are cached at all.
-
-`KeepQueue` knows whose blocks are cached: sessions with a time to live, pins, priorities, dead turns. Its rules put
-blocks into ranks; the lowest rank is evicted first, within a rank the least recently released table, and within a
-table the last block.
+`EvictionPolicy` is the seam: the pool tells a policy what is cached, used again and released, and asks whom to evict.
+The other built-in rules are in `engine.core.memory.eviction_rules`. `CheckpointRule` says which blocks of windows and
+states are cached at all, `EvictionOrder` is the order of pages of groups.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Protocol
 
 from engine.core.errors import CoreError, OutOfBlocksError
+from engine.core.identity import BlockHash
 from engine.core.memory.group_layout import KVGroup
-from engine.core.options import GroupKind, Keep
+from engine.core.options import GroupKind
 from engine.core.request import Request
 
 
-class EvictionQueue(Protocol):
-    """The cached blocks with reference count 0, in the order in which they are evicted.
+@dataclass(frozen=True, slots=True)
+class Released:
+    """A table whose blocks are released: `blocks` from its entry `first` on, of `request` (None where not known)."""
 
-    A user's own order (`cache.eviction=module:Class`) has these methods. Each block is in the queue at most once.
+    blocks: Sequence[int]
+    first: int = 0
+    request: Request | None = None
+
+    def places(self, of: Sequence[int]) -> Sequence[int]:
+        """The place in its prefix, from 0 on, of each of `of`: some of the released blocks, in order."""
+        places = range(self.first, self.first + len(self.blocks))
+        if len(of) == len(self.blocks):
+            return places
+        place_of = dict(zip(self.blocks, places, strict=True))
+        return [place_of[block] for block in of]
+
+
+@dataclass(slots=True)
+class PoolFacts:
+    """What a policy may know of its pool: the size in blocks, and their tokens.
+
+    `clock` gives the time in ns, `hash_of` the identity of a cached block. To compute the first n tokens of a prompt
+    takes `token_s` x n + `pair_s` x n^2 / 2 seconds, those of the weights and of attention.
     """
 
+    num_blocks: int = 0
+    block_size: int = 1
+    clock: Callable[[], int] = lambda: 0
+    hash_of: Callable[[int], BlockHash | None] = lambda block: None
+    token_s: float = 1.0
+    pair_s: float = 0.0
+
+    def seconds(self, tokens: int) -> float:
+        """Seconds to compute the first `tokens` tokens of a prompt."""
+        return tokens * (self.token_s + self.pair_s * tokens / 2)
+
+
+class EvictionPolicy:
+    """Which of the cached blocks without references is evicted first: the base of every policy.
+
+    A user's own (`cache.eviction=module:Class`) derives from it, or from a built-in one. A policy overrides `push`,
+    `reuse`, `pop`, `blocks` and `__len__`, and `forget` where it remembers blocks that are in use. `facts` is set
+    before the first call. With `reads_clock` each step is replayed as one, so that the clock is that of the step.
+    """
+
+    reads_clock = False
+
+    def __init__(self) -> None:
+        self.facts = PoolFacts()
+
     def __len__(self) -> int:
-        """The number of blocks in the queue."""
+        """The number of blocks that can be evicted."""
+        raise NotImplementedError
 
-    def push(self, blocks: Sequence[int]) -> None:
-        """Add blocks of one table, which were just released, in table order."""
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        """`blocks`, in table order, have lost their last reference and stay cached; they are in no queue now."""
+        raise NotImplementedError
 
-    def remove(self, block: int) -> None:
-        """Remove `block`, because a sequence refers to it again."""
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        """A sequence refers to `blocks` again (a hit or a fork); `queued` of them had no reference, and leave."""
+        raise NotImplementedError
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """The content of `blocks`, which are in use, is about to change: what comes under their numbers is new."""
 
     def pop(self, count: int) -> list[int]:
-        """Remove and return the next `count` blocks to evict, in order of eviction."""
+        """Remove and return the next `count` blocks to evict, in order. They are never spoken of again.
+
+        Raises OutOfBlocksError, and changes nothing, if there are fewer.
+        """
+        raise NotImplementedError
 
     def blocks(self) -> list[int]:
-        """All blocks in order of eviction."""
+        """All blocks in order of eviction, as if no time passed."""
+        raise NotImplementedError
+
+    def check_count(self, count: int) -> None:
+        """Raise OutOfBlocksError where fewer than `count` blocks can be evicted."""
+        if count > len(self):
+            raise OutOfBlocksError(f"{count} blocks to evict were asked for, {len(self)} are in the queue")
 
 
-class LruQueue:
+class LruQueue(EvictionPolicy):
     """Least recently released table first; within a table, the last block first.
 
     A released table is kept as one run, so pushing and popping are cheap per block. A block that is used again stays
@@ -50,6 +108,7 @@ class LruQueue:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._runs: deque[list[int]] = deque()
         self._stale: dict[int, int] = {}
         self._stale_entries = 0
@@ -58,17 +117,22 @@ class LruQueue:
     def __len__(self) -> int:
         return self._size
 
-    def push(self, blocks: Sequence[int]) -> None:
+    def push(self, blocks: Sequence[int], table: Released) -> None:
         """Add one run. Its last block is evicted first."""
+        self.add(blocks)
+
+    def add(self, blocks: Sequence[int]) -> None:
+        """Add one run."""
         if blocks:
             self._runs.append(list(blocks))
             self._size += len(blocks)
 
-    def remove(self, block: int) -> None:
-        """Mark the block's oldest entry as stale."""
-        self.remove_all((block,))
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        """Remove the blocks."""
+        if queued:
+            self.discard(queued)
 
-    def remove_all(self, blocks: Sequence[int]) -> None:
+    def discard(self, blocks: Sequence[int]) -> None:
         """Mark the oldest entry of each of `blocks`, which are different, as stale."""
         stale = self._stale
         if stale.keys().isdisjoint(blocks):
@@ -81,15 +145,14 @@ class LruQueue:
         if self._stale_entries > 64 + 2 * self._size:
             kept = self.blocks()
             self._runs, self._stale, self._stale_entries, self._size = deque(), {}, 0, 0
-            self.push(kept[::-1])
+            self.add(kept[::-1])
 
     def pop(self, count: int) -> list[int]:
         """Remove and return blocks from the oldest runs.
 
         Raises OutOfBlocksError, and changes nothing, if the queue has fewer than `count` blocks.
         """
-        if count > self._size:
-            raise OutOfBlocksError(f"{count} blocks to evict were asked for, {self._size} are in the queue")
+        self.check_count(count)
         victims: list[int] = []
         while len(victims) < count:
             run = self._runs[0]
@@ -122,7 +185,7 @@ class LruQueue:
         return kept
 
 
-class EvictionOrder:
+class EvictionOrder(EvictionPolicy):
     """Cached pages of groups: least recently released first, within a table the last block first.
 
     Where `behind_first`, pages that a window has left come before all others: they help only a hit that ends inside of
@@ -130,6 +193,7 @@ class EvictionOrder:
     """
 
     def __init__(self, *, behind_first: bool) -> None:
+        super().__init__()
         self._behind: OrderedDict[int, None] = OrderedDict()
         self._others: OrderedDict[int, None] = OrderedDict()
         self._behind_first = behind_first
@@ -145,14 +209,19 @@ class EvictionOrder:
         yield from self._behind
         yield from self._others
 
-    def push(self, blocks: Sequence[int]) -> None:
+    def push(self, blocks: Sequence[int], table: Released | None = None) -> None:
         """Add pages, in table order."""
         queue = self._behind if self.pushes_behind and self._behind_first else self._others
         queue.update(dict.fromkeys(reversed(blocks)))
 
-    def remove(self, block: int) -> None:
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        """Remove the pages."""
+        for page in queued:
+            self.remove(page)
+
+    def remove(self, page: int) -> None:
         """Remove a page, because a sequence refers to it again or it is evicted."""
-        del (self._behind if block in self._behind else self._others)[block]
+        del (self._behind if page in self._behind else self._others)[page]
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the next `count` pages to evict."""
@@ -164,124 +233,6 @@ class EvictionOrder:
     def blocks(self) -> list[int]:
         """All pages in order of eviction."""
         return list(self)
-
-
-Blocks = OrderedDict[int, None]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnOf:
-    """The session of a request, and its place in it."""
-
-    session: str
-    turn: int
-
-
-class KeepQueue:
-    """The cached blocks without references, under a rule of `Keep` other than `recent`.
-
-    * `ttl`: blocks of a session that were released less than `seconds` ago are evicted last.
-    * `pin`: the first `pinned` blocks of a sequence are evicted last.
-    * `priority`: blocks of requests with a higher `Request.priority` number, which matter less, are evicted first.
-    * `superseded`: what a later turn of a session has not taken up is evicted first, once that turn is released.
-
-    `turns` names the sessions. The manager sets `owner` to the request whose table it releases. `clock` gives the time
-    in ns.
-    """
-
-    def __init__(
-        self,
-        rule: Keep,
-        turns: Mapping[int, TurnOf],
-        *,
-        seconds: float = 0.0,
-        pinned: int = 0,
-        clock: Callable[[], int] = lambda: 0,
-    ) -> None:
-        self._rule, self._turns = rule, turns
-        self._ttl_ns, self._pinned = round(seconds * 1e9), pinned
-        self.owner: Request | None = None
-        self.clock = clock
-        self._ranks: dict[int, Blocks] = {}
-        self._rank_of: dict[int, int] = {}
-        self._since: dict[int, int] = {}  # ttl: block of a session: when it was released, ns
-        self._session_of: dict[int, str] = {}  # superseded: block: the session that released it last
-        self._of_session: dict[str, Blocks] = {}
-
-    def __len__(self) -> int:
-        return len(self._rank_of)
-
-    def push(self, blocks: Sequence[int]) -> None:
-        """Add blocks of one table of `owner`, in table order."""
-        owner = self.owner
-        turn = None if owner is None else self._turns.get(owner.request_id)
-        if self._rule is Keep.superseded and turn is not None:
-            self._supersede(turn.session)
-        for index in range(len(blocks) - 1, -1, -1):
-            block = blocks[index]
-            self._add(block, self._rank(index, owner, turn))
-            if turn is None:
-                continue
-            if self._rule is Keep.ttl:
-                self._since[block] = self.clock()
-            elif self._rule is Keep.superseded:
-                self._session_of[block] = turn.session
-                self._of_session.setdefault(turn.session, OrderedDict())[block] = None
-
-    def _rank(self, index: int, owner: Request | None, turn: TurnOf | None) -> int:
-        if self._rule is Keep.pin:
-            return int(index < self._pinned)
-        if self._rule is Keep.priority:
-            return 0 if owner is None else -owner.priority
-        return int(self._rule is Keep.superseded or turn is not None)
-
-    def _add(self, block: int, rank: int) -> None:
-        self._rank_of[block] = rank
-        self._ranks.setdefault(rank, OrderedDict())[block] = None
-
-    def _supersede(self, session: str) -> None:
-        """What earlier turns left in the queue was not taken up by the turn that is released now."""
-        for block in self._of_session.pop(session, ()):
-            del self._session_of[block]
-            del self._ranks[self._rank_of[block]][block]
-            self._add(block, 0)
-
-    def remove(self, block: int) -> None:
-        """Remove a block, because a sequence refers to it again or it is evicted."""
-        del self._ranks[self._rank_of.pop(block)][block]
-        self._since.pop(block, None)
-        session = self._session_of.pop(block, None)
-        if session is not None:
-            del self._of_session[session][block]
-
-    def _expire(self) -> None:
-        """Blocks whose time is over fall to the rank that is evicted first, behind what is there."""
-        now, kept = self.clock(), self._ranks.get(1, OrderedDict[int, None]())
-        while kept and now - self._since[next(iter(kept))] >= self._ttl_ns:
-            block, _ = kept.popitem(last=False)
-            del self._since[block]
-            self._add(block, 0)
-
-    def pop(self, count: int) -> list[int]:
-        """Remove and return the next blocks to evict.
-
-        Raises OutOfBlocksError, and changes nothing, if there are fewer.
-        """
-        if count > len(self):
-            raise OutOfBlocksError(f"{count} blocks to evict were asked for, {len(self)} are in the queue")
-        if self._rule is Keep.ttl:
-            self._expire()
-        victims: list[int] = []
-        for rank in sorted(self._ranks):
-            queue = self._ranks[rank]
-            while queue and len(victims) < count:
-                victims.append(next(iter(queue)))
-                self.remove(victims[-1])
-        return victims
-
-    def blocks(self) -> list[int]:
-        """All blocks in order of eviction, as if no time passed."""
-        return [block for rank in sorted(self._ranks) for block in self._ranks[rank]]
 
 
 class CheckpointRule:

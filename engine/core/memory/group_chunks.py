@@ -23,6 +23,7 @@ from engine.core.memory.block_pool import UNKNOWN_ORIGIN, BlockOrigin, CacheEven
 from engine.core.memory.eviction import EvictionOrder
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.options import GroupPages, Retention
+from engine.core.request import Request
 
 
 class ChunkPages:
@@ -365,8 +366,11 @@ class ChunkPages:
             raise CoreError(f"page {page} has {self.references(page)} references: it cannot be left")
         self._refs[page] -= 1
 
-    def release(self, pages: Sequence[int]) -> list[int]:
-        """Drop a reference to each of `pages`, of one group in table order; returns those that have none now."""
+    def release(self, pages: Sequence[int], first: int = 0, request: Request | None = None) -> list[int]:
+        """Drop a reference to each of `pages`, of one group in table order; returns those that have none now.
+
+        The order of eviction of groups does not ask where they stood, nor in whose table.
+        """
         if not pages:
             return []
         gone, group = [], self._group(pages[0])

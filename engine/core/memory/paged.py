@@ -13,7 +13,7 @@ from typing import Self
 from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
 from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables, tables_of
-from engine.core.memory.eviction import CheckpointRule, EvictionQueue, KeepQueue
+from engine.core.memory.eviction import CheckpointRule, EvictionPolicy
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.layer_groups import LayerGroups
@@ -54,7 +54,7 @@ class PagedManager:
         copy_at_fork: bool = False,
         keeps_beams: bool = False,
         host_blocks: int = 0,
-        eviction: EvictionQueue | None = None,
+        eviction: EvictionPolicy | None = None,
         keep_events: bool = False,
         keep_lookups: bool = False,
         residency: ResidencySampler | None = None,
@@ -64,7 +64,8 @@ class PagedManager:
         new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
-        self.keeping = eviction if isinstance(eviction, KeepQueue) else None
+        if eviction is not None:
+            eviction.facts.block_size = block_size
         self._deduplicate, self._keeps_beams = deduplicate, keeps_beams
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
         tables = BlockTables(self.pool, block_size)
@@ -106,7 +107,7 @@ class PagedManager:
         """
         layout = pages.layout
         manager = cls.__new__(cls)
-        manager.residency = manager.keeping = manager.lookups = manager._copying = None
+        manager.residency = manager.lookups = manager._copying = None
         manager._deduplicate = manager._keeps_beams = False
         caches, rule = [], CheckpointRule(retention_interval, layout.match_unit)
         for index, group in enumerate(layout.groups):
@@ -391,8 +392,6 @@ class PagedManager:
     def _release_table(self, sequence: SequenceState) -> None:
         if self._copying is not None:
             self._copying.forget(sequence)
-        if self.keeping is not None:
-            self.keeping.owner = sequence.request
         if self._deduplicate:
             self.prefix_cache.forget(sequence)
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):

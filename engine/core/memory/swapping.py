@@ -44,7 +44,7 @@ class CopyAtFork:
             table = self._tables.get(child)
             blocks = self._pool.take(len(table))
             copies = self._tables.copy_table(request, table, blocks, child.computed)
-            self._tables.drop(table, child.computed)
+            self._tables.drop(table, child.computed, 0, child.request)
             child.table = copies
             taken += len(copies)
         return taken

@@ -47,9 +47,9 @@ def test_the_walks_pass_without_a_planted_bug() -> None:
 
 
 def release_twice(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def release(pool: BlockPool, blocks: Any) -> list[int]:
+    def release(pool: BlockPool, blocks: Any, *table: Any) -> list[int]:
         twice = [block for block in blocks if pool.references(block) > 1]
-        return real(pool, blocks) + real(pool, twice)
+        return real(pool, blocks, *table) + real(pool, twice, *table)
 
     return release
 
@@ -77,8 +77,8 @@ def evict_silently(pool: BlockPool, count: int) -> list[int]:
 
 
 def drop_hashes_at_release(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
-    def release(pool: BlockPool, blocks: Any) -> list[int]:
-        gone = real(pool, blocks)
+    def release(pool: BlockPool, blocks: Any, *table: Any) -> list[int]:
+        gone = real(pool, blocks, *table)
         pool._remove_hashes([block for block in gone if pool._hash_of[block] is not None])
         return gone
 
@@ -161,8 +161,8 @@ def merge_with_anyone(buddy: BuddyRuns, run: range) -> None:
     buddy._free.setdefault(size, []).append(start & ~(size - 1))
 
 
-def stay_in_the_queue(queue: LruQueue, blocks: list[int]) -> None:
-    queue._size -= len(blocks)
+def stay_in_the_queue(queue: LruQueue, blocks: list[int], queued: list[int]) -> None:
+    queue._size -= len(queued)
 
 
 def miscount_written(real: Callable[..., None]) -> Callable[..., None]:
@@ -210,7 +210,7 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
     "adapters share a cache": (identity, "_root", ignore_the_adapter),
     "a partial block cached": (PrefixCache, "cache_full", cache_too_much(PrefixCache.cache_full)),
     "buddies merged without asking": (BuddyRuns, "give", merge_with_anyone),
-    "a hit block left in the eviction queue": (LruQueue, "remove_all", stay_in_the_queue),
+    "a hit block left in the eviction queue": (LruQueue, "reuse", stay_in_the_queue),
     "rejected drafts counted as written": (BlockTables, "truncate", miscount_written(BlockTables.truncate)),
     "an unwritten block saved": (BlockTables, "trim", trim_nothing),
 }

@@ -32,9 +32,9 @@ from sim_cases import play
 from tiers import tier
 
 from engine.core.identity import KeyIdentity
-from engine.core.memory.eviction import KeepQueue, TurnOf
+from engine.core.memory.eviction_rules import new_policy
 from engine.core.options import (
-    Keep,
+    Eviction,
     Preemption,
     SchedulerLimits,
     Scheduling,
@@ -104,9 +104,11 @@ def test_waiting_priorities_swapping_and_steps_scheduled_ahead_are_replayed_as_t
 
 
 @settings(max_examples=tier(20, 400))
-@given(st.data(), sharing(), LIMITS, POOLS, st.sampled_from([Keep.ttl, Keep.pin, Keep.priority]))
+@given(
+    st.data(), sharing(), LIMITS, POOLS, st.sampled_from([Eviction.ttl, Eviction.pinned, Eviction.priority])
+)
 def test_cached_blocks_are_kept_by_the_rules_of_the_core(
-    data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, rule: Keep
+    data: st.DataObject, shared: Sharing, limits: SchedulerLimits, pool: PlainPool, rule: Eviction
 ) -> None:
     count = len(shared.salts)
     priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
@@ -114,13 +116,18 @@ def test_cached_blocks_are_kept_by_the_rules_of_the_core(
     seconds, pinned = data.draw(st.sampled_from([0.0, 0.002, 0.1])), data.draw(st.integers(0, 6))
     requests = replace(shared.named(pool.block_size), priority=priority)
     ids, env, live = requests.request_id.tolist(), simpy.Environment(initial_time=0), dict[int, Request]()
-    turns = {request_id: TurnOf("s", 1) for request_id, level in zip(ids, priority, strict=True) if level > 1}
-    queue = KeepQueue(rule, turns, seconds=seconds, pinned=pinned, clock=lambda: int(env.now))
-    rank = np.unique(-priority, return_inverse=True)[1] if rule is Keep.priority else priority > 1
+    queue = new_policy(rule, ttl_s=seconds, pinned=pinned)
+    queue.facts.clock = lambda: int(env.now)
+    sessions = {request_id: "s" for request_id, level in zip(ids, priority, strict=True) if level > 1}
+    rank = np.unique(-priority, return_inverse=True)[1] if rule is Eviction.priority else priority > 1
     keeping = Keeping(rule, rank.astype(np.int64), seconds, pinned)
-    fast = rule is not Keep.ttl
+    fast = rule is not Eviction.ttl
     executor = SimulatedExecutor(COSTS["expected"], live, pool.block_size, GENEALOGY, fast_forward=fast)
-    scheduler, timed = core_parts(limits, pool, queue), core_requests(requests, shared)
+    scheduler = core_parts(limits, pool, queue)
+    timed = [
+        replace(each, request=replace(each.request, session=sessions.get(each.request.request_id)))
+        for each in core_requests(requests, shared)
+    ]
     expected = play(timed, scheduler, executor, live=live, env=env)
     found = compiled_replay(requests, limits, replace(pool, keeping=keeping), COSTS["expected"])
     assert_same(log_of(found, pool), expected)

@@ -41,6 +41,12 @@ def test_the_same_text_typed_is_taken_after_it_was_refused() -> None:
     assert parse_override(text).settings[0].value == "a:B"
 
 
+def test_a_file_may_name_a_shipped_rule_of_eviction_and_no_class() -> None:
+    assert parse_override(Foreign("cache.eviction=sieve", "theirs")).settings[0].value == "sieve"
+    with pytest.raises(ConfigError, match="theirs names code to run, 'a:B', and no file may"):
+        parse_override(Foreign("cache.eviction=lru,a:B", "theirs"))
+
+
 def test_every_key_with_text_was_looked_at() -> None:
     """A new key with text may be given by no file, until somebody adds it to the lists of `foreign`."""
     texts = [each.key for each in config_keys().values() if each.kind is str]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.core.options import Eviction
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.overrides import parse_override, parse_overrides
 
@@ -19,10 +20,22 @@ from harness.config.overrides import parse_override, parse_overrides
         ("""trace.path='a=b,c.csv'""", ["a=b,c.csv"]),
         ("trace.path=/data/jürgen/é b.csv,~/x.csv", ["/data/jürgen/é b.csv", "~/x.csv"]),
         ("out=~/x", ["~/x"]),
+        ("cache.eviction=all", list(Eviction)),
+        ("cache.eviction=null,mine:Rule", ["lru", "mine:Rule"]),
+        ("cache.keep=recent,pin,ttl", ["lru", "pinned", "ttl"]),
     ],
 )
 def test_a_sweep_is_written_in_hydras_grammar(text: str, values: list[object]) -> None:
     assert [setting.value for setting in parse_override(text).settings] == values
+
+
+def test_settings_of_older_files_have_the_names_of_today() -> None:
+    axes = parse_overrides(["cache.keep=ttl", "cache.keep_s=3", "cache.keep_tokens=64"])
+    assert [axis.settings[0].text for axis in axes] == [
+        "cache.eviction=ttl",
+        "cache.ttl_s=3",
+        "cache.pinned_tokens=64",
+    ]
 
 
 def test_a_setting_is_spelt_as_a_user_would() -> None:

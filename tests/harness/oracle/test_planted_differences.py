@@ -22,7 +22,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def lru_order(patch: pytest.MonkeyPatch) -> None:
     """The head of a released table is evicted first, not its tail."""
     push = LruQueue.push
-    patch.setattr(LruQueue, "push", lambda self, blocks: push(self, list(blocks)[::-1]))
+    patch.setattr(LruQueue, "push", lambda self, blocks, table: push(self, list(blocks)[::-1], table))
 
 
 def last_token(patch: pytest.MonkeyPatch) -> None:
@@ -94,10 +94,10 @@ def shared_reference(patch: pytest.MonkeyPatch) -> None:
 def referenced_block(patch: pytest.MonkeyPatch) -> None:
     """A block that is hit stays in the eviction queue, and is given out while it is in use."""
 
-    def remove(self: LruQueue, block: int) -> None:
+    def reuse(self: LruQueue, blocks: Sequence[int], queued: Sequence[int]) -> None:
         return None
 
-    patch.setattr(LruQueue, "remove", remove)
+    patch.setattr(LruQueue, "reuse", reuse)
 
 
 def victim(patch: pytest.MonkeyPatch) -> None:

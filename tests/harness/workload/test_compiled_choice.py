@@ -70,14 +70,14 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
         ("trace=chat", "replay.mode=sessions"),
         ("scheduler=swap", "cache.host_tokens=3000", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
         (
-            "cache.keep=pin",
+            "cache.eviction=pinned",
             "cache.pool_tokens=20000",
             "cache.max_model_len=8192",
             "workload.prefix_share=0.5",
         ),
         (
-            "cache.keep=ttl",
-            "cache.keep_s=3",
+            "cache.eviction=ttl",
+            "cache.ttl_s=3",
             "trace=chat",
             "cache.pool_tokens=9000",
             "cache.max_model_len=8192",

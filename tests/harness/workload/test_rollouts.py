@@ -211,7 +211,7 @@ def test_samples_beside_beams_are_refused_for_the_prefix_cache() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["device.data_parallel=2", "cache.answers=true", "cache.keep=pin", "replay.optimum=true"]
+    "override", ["device.data_parallel=2", "cache.answers=true", "cache.eviction=ttl", "replay.optimum=true"]
 )
 def test_what_does_not_know_the_requests_for_beams_is_refused(override: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{override.partition('=')[0]}: .* none of the trace"):

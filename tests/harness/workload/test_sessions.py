@@ -1,4 +1,4 @@
-"""Conversations under every rule of keeping cached blocks, and the optimum that none of them passes."""
+"""Conversations under every rule of ruleing cached blocks, and the optimum that none of them passes."""
 
 from dataclasses import replace
 from functools import lru_cache
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.options import Keep
+from engine.core.options import Eviction
 from harness.cli.main import main
 from harness.config.checks import check_config
 from harness.config.compose import compose_config
@@ -62,40 +62,44 @@ def agent_trace(sessions: int = 6, rounds: int = 9) -> Trace:
 
 
 @lru_cache
-def run_of(keep: str, *overrides: str) -> RunLog:
+def run_of(rule: str, *overrides: str) -> RunLog:
     point = config(
-        f"cache.keep={keep}", "replay.mode=trace", "cache.answers=false", "cache.pool_tokens=2048", *overrides
+        f"cache.eviction={rule}",
+        "replay.mode=trace",
+        "cache.answers=false",
+        "cache.pool_tokens=2048",
+        *overrides,
     )
     workload: Point = resolve(point, agent_trace())
     return simulate(workload, cost_model(deployment_of(point)))
 
 
-def metrics(keep: str, *overrides: str) -> dict[str, float]:
-    return compute_metrics(run_of(keep, *overrides))
+def metrics(rule: str, *overrides: str) -> dict[str, float]:
+    return compute_metrics(run_of(rule, *overrides))
 
 
-@pytest.mark.parametrize("keep", list(Keep))
+@pytest.mark.parametrize("rule", list(Eviction))
 @pytest.mark.parametrize("pool", [768, 1536, 4096])
-def test_no_rule_finds_more_than_the_optimum(keep: Keep, pool: int) -> None:
+def test_no_rule_finds_more_than_the_optimum(rule: Eviction, pool: int) -> None:
     found = metrics(
-        keep, f"cache.pool_tokens={pool}", "cache.keep_s=1" if keep is Keep.ttl else "cache.answers=false"
+        rule, f"cache.pool_tokens={pool}", "cache.ttl_s=1" if rule is Eviction.ttl else "cache.answers=false"
     )
     assert 0 < found["hit_tokens"] <= found["optimal_hit_tokens"]
 
 
 def test_a_time_to_live_alike_for_all_is_the_order_of_release() -> None:
     """What was released first is over first: where all requests are of sessions, a time to live changes nothing."""
-    assert metrics("ttl", "cache.keep_s=0.5")["hit_tokens"] == metrics("recent")["hit_tokens"]
+    assert metrics("ttl", "cache.ttl_s=0.5")["hit_tokens"] == metrics("lru")["hit_tokens"]
 
 
 def test_evicting_superseded_turns_first_finds_more_where_results_are_dropped() -> None:
-    assert metrics("superseded")["hit_tokens"] > metrics("recent")["hit_tokens"]
+    assert metrics("superseded")["hit_tokens"] > metrics("lru")["hit_tokens"]
 
 
 def test_hits_are_what_is_not_computed_again() -> None:
     whole = sum(row.prompt_tokens + row.output_tokens - 1 for row in agent_trace().requests)
-    for keep in Keep:
-        found = metrics(keep)
+    for rule in Eviction:
+        found = metrics(rule)
         assert found["hit_tokens"] + found["resumed_hit_tokens"] + found["computed_tokens"] - found[
             "recomputed_tokens"
         ] == pytest.approx(whole, abs=found["preemptions"] * 8192)
@@ -116,9 +120,8 @@ def test_answers_are_found_by_the_next_turn() -> None:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("cache.keep", ("measure=true", "cache.keep=pin")),
-        ("cache.keep", ("cache.keep=pin", "cache.eviction=a:B")),
-        ("cache.keep", ("cache.keep=pin", "device.data_parallel=2")),
+        ("cache.eviction", ("cache.eviction=pin_all",)),
+        ("cache.eviction", ("cache.eviction=pinned", "cache.groups=uniform")),
         ("cache.answers", ("measure=true",)),
         ("cache.answers", ("cache.groups=uniform",)),
         ("replay.optimum", ("scheduler.order=a:B",)),
@@ -130,7 +133,7 @@ def test_what_a_rule_does_not_go_with_is_refused_by_its_key(key: str, overrides:
 
 
 def test_the_optimum_is_part_of_a_point_that_asks_for_it() -> None:
-    log = run_of("recent")
+    log = run_of("lru")
     assert log.optimal_hit_tokens is not None
     assert "optimal_hit_ratio" not in compute_metrics(replace(log, optimal_hit_tokens=None))
     assert all(one <= two for one, two in pairwise([0, log.optimal_hit_tokens]))
@@ -148,7 +151,7 @@ def test_the_report_shows_each_rule_beside_the_optimum(
         "cache.pool_tokens=9000",
         "report.figures=svg",
     )
-    words = (*BASE, *sizes, "cache.keep=recent,superseded", f"out={tmp_path}")
+    words = (*BASE, *sizes, "cache.eviction=lru,superseded", f"out={tmp_path}")
     assert main(["sweep", *words]) == 0
     assert (tmp_path / "report" / "figures" / "hits.svg").exists()
     assert "bound for any order" in (tmp_path / "report" / "index.html").read_text()

@@ -46,8 +46,7 @@ class Random(LruQueue):
     def pop(self, count: int) -> list[int]:
         known = self.blocks()
         chosen = self._draw.sample(known, count)
-        for block in chosen:
-            self.remove(block)
+        self.discard(chosen)
         return chosen
 
 
@@ -56,8 +55,7 @@ class MostRecent(LruQueue):
 
     def pop(self, count: int) -> list[int]:
         chosen = self.blocks()[::-1][:count]
-        for block in chosen:
-            self.remove(block)
+        self.discard(chosen)
         return chosen
 
 

@@ -146,8 +146,8 @@ def keep_what_is_gone(tables: Any, part: Any, skipped: int) -> None:
 
 
 def count_gone_twice(real: Callable[..., None]) -> Callable[..., None]:
-    def drop(tables: Any, table: Any, computed: int, first: int = 0) -> None:
-        real(tables, table, computed, first)
+    def drop(tables: Any, table: Any, computed: int, first: int, request: Any) -> None:
+        real(tables, table, computed, first, request)
         tables.counters.written -= bool(tables.group.window)
 
     return drop

@@ -1,4 +1,5 @@
 import tracemalloc
+from collections.abc import Sequence
 
 import pytest
 
@@ -155,7 +156,7 @@ def test_a_cached_block_shared_twice_in_one_call_is_refused() -> None:
 
 def test_an_eviction_queue_asked_for_more_than_it_has_keeps_all() -> None:
     queue = LruQueue()
-    queue.push([1, 2])
+    queue.add([1, 2])
     with pytest.raises(OutOfBlocksError, match="3 blocks to evict were asked for, 2 are in the queue"):
         queue.pop(3)
     assert queue.blocks() == [2, 1]
@@ -227,20 +228,24 @@ def test_a_block_of_one_table_is_not_left_to_another() -> None:
     assert pool.references(block) == 1
 
 
-def test_an_eviction_order_with_a_remove_of_its_own_is_asked_for_each_hit() -> None:
-    removed: list[int] = []
+def test_an_eviction_policy_is_told_of_each_use_and_of_new_content() -> None:
+    told: list[tuple[str, list[int]]] = []
 
     class Watched(LruQueue):
-        def remove(self, block: int) -> None:
-            removed.append(block)
-            super().remove(block)
+        def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+            told.extend((("used", list(blocks)), ("queued", list(queued))))
+            super().reuse(blocks, queued)
+
+        def forget(self, blocks: Sequence[int]) -> None:
+            told.append(("forget", list(blocks)))
 
     pool = BlockPool(4, eviction=Watched())
     blocks = pool.take(2)
     pool.cache_full_blocks(blocks, [b"one", b"two"])
-    pool.release(blocks)
+    pool.release(blocks[1:])
     pool.share(blocks)
-    assert removed == blocks
+    pool.uncache(blocks[:1])
+    assert told == [("used", blocks), ("queued", blocks[1:]), ("forget", blocks[:1])]
 
 
 def test_a_wrong_count_of_free_blocks_is_noticed() -> None:

@@ -1,0 +1,447 @@
+"""Rules of eviction: each beside its definition by brute force, beside textbooks, and through the policy core."""
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import pytest
+from tiers import tier
+
+from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
+from engine.core.errors import OutOfBlocksError
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.eviction import EvictionPolicy, Released
+from engine.core.memory.eviction_rules import new_policy
+from engine.core.options import Eviction
+
+SIZE = 4
+
+
+def request(rid: int, priority: int = 0, blocks: int = 1, session: str | None = None) -> Request:
+    identity = KeyIdentity(rid, [(rid + 1, blocks * SIZE)])
+    return Request(rid, blocks * SIZE, 1, identity=identity, priority=priority, session=session)
+
+
+def push(queue: EvictionPolicy, owner: Request | None, *blocks: int, first: int = 0) -> None:
+    queue.push(blocks, Released(blocks, first, owner))
+
+
+# -- by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_a_time_to_live_keeps_sessions_before_the_rest_until_it_is_over() -> None:
+    queue, now = new_policy(Eviction.ttl, ttl_s=10), [0]
+    queue.facts.clock = lambda: now[0]
+    push(queue, request(0, session="a"), 1, 2)
+    push(queue, request(9), 3)
+    assert queue.blocks() == [3, 2, 1]
+    now[0] = 10_000_000_000
+    push(queue, request(8), 4)
+    assert queue.pop(4) == [3, 4, 2, 1]  # what is over falls behind what is there
+
+
+def test_pinned_blocks_are_those_at_the_start_of_prompts_not_of_what_is_released() -> None:
+    queue = new_policy(Eviction.pinned, pinned=2)
+    push(queue, request(0), 1, 2, 3, 4)
+    push(queue, request(1), 5, 6, first=3)  # another request still has its first blocks
+    assert queue.pop(6) == [4, 3, 6, 5, 2, 1]
+
+
+def test_what_the_next_turn_does_not_take_up_is_evicted_first() -> None:
+    queue = new_policy(Eviction.superseded)
+    push(queue, request(2, session="b"), 9)
+    push(queue, request(0, session="a"), 1, 2, 3)
+    queue.reuse([1], [1])  # the next turn hits the first block alone
+    push(queue, request(1, session="a"), 1, 4)
+    assert queue.pop(5) == [3, 2, 9, 4, 1]
+
+
+def test_what_is_dear_to_compute_again_outlives_what_is_cheap() -> None:
+    queue = new_policy(Eviction.gdsf)
+    queue.facts.block_size = SIZE
+    push(queue, request(0), 1, 2, 3, 4)
+    push(queue, request(1), 5)
+    queue.reuse([5], [5])
+    push(queue, request(1), 5)  # used once: twice its seconds, so as dear as the last two of the other table
+    assert queue.pop(5) == [4, 3, 5, 2, 1]
+
+
+@pytest.mark.parametrize("rule", list(Eviction))
+def test_more_than_there_is_cannot_be_evicted(rule: Eviction) -> None:
+    queue = new_policy(rule)
+    queue.facts.num_blocks = 4
+    push(queue, request(0), 1)
+    with pytest.raises(OutOfBlocksError, match="2 blocks to evict were asked for, 1 are in the queue"):
+        queue.pop(2)
+    assert queue.blocks() == [1]
+
+
+# -- by brute force ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Entry:
+    """What is known of a block since it was filled."""
+
+    release: tuple[int, int] = (0, 0)  # when, and how far from the end of its table
+    entered: tuple[int, int] = (0, 0)
+    place: int = 0
+    owner: Request | None = None
+    since: int = 0
+    uses: int = 0
+    fresh: int = 0  # uses that SIEVE or S3-FIFO has not taken away
+    key: float = 0.0
+    is_main: bool = False
+    rank: int = 0
+
+
+@dataclass
+class ByDefinition(EvictionPolicy):
+    """Keeps every block in one dictionary and looks at all of them to evict one."""
+
+    rule: Eviction
+    facts: object = None
+    known: dict[int, Entry] = field(default_factory=dict)
+    queue: set[int] = field(default_factory=set)
+    ghosts: list[Hashable] = field(default_factory=list)
+    now: int = 0
+    age: float = 0.0
+    hand: tuple[int, int] = (0, 0)
+
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        self.now += 1
+        owner, session = table.request, table.request and table.request.session
+        if self.rule is Eviction.superseded and session:
+            left = [b for b in self.queue if self.known[b].owner and self.known[b].owner.session == session]
+            for number, block in enumerate(sorted(left, key=lambda b: self.known[b].release)):
+                entry = self.known[block]
+                if entry.rank:
+                    entry.rank, entry.release = 0, (self.now, number)
+        self.now += 1
+        end = (table.places(blocks)[-1] + 1) * SIZE if blocks else 0
+        for back, (block, place) in enumerate(
+            zip(blocks[::-1], list(table.places(blocks))[::-1], strict=True)
+        ):
+            at = (self.now, back)
+            entry = self.known.setdefault(block, Entry())
+            if entry.entered == (0, 0):
+                ghost = self.facts.hash_of(block)
+                entry.entered, entry.is_main = at, ghost in self.ghosts
+                if entry.is_main:
+                    self.ghosts.remove(ghost)
+            entry.release, entry.place, entry.owner, entry.since = at, place, owner, self.facts.clock()
+            lost = self.facts.seconds(end) - self.facts.seconds(place * SIZE)
+            entry.key = self.age + (1 + entry.uses) * lost
+            entry.rank = 1 if self.rule is Eviction.superseded else int(bool(session))
+            self.queue.add(block)
+
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        for block in blocks:
+            entry = self.known.setdefault(block, Entry())
+            entry.uses += 1
+            entry.fresh = min(3, entry.fresh + 1)
+        self.queue -= set(queued)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.known.pop(block, None)
+
+    def order(self, block: int) -> tuple[object, ...]:
+        entry = self.known[block]
+        first: dict[Eviction, object] = {
+            Eviction.fifo: entry.entered[0],
+            Eviction.lfu: entry.uses,
+            Eviction.priority: -entry.owner.priority if entry.owner else 0,
+            Eviction.pinned: entry.place < 2,
+            Eviction.gdsf: entry.key,
+            Eviction.ttl: entry.rank,
+            Eviction.superseded: entry.rank,
+        }
+        return first.get(self.rule, 0), entry.release
+
+    def victim(self) -> int:
+        known = self.known
+        if self.rule is Eviction.sieve:
+            while True:
+                ahead = [b for b in self.queue if known[b].entered > self.hand]
+                if not ahead or max(e.entered for e in known.values()) <= self.hand:
+                    self.hand = (0, -1)
+                    ahead = list(self.queue)
+                block = min(ahead, key=lambda b: known[b].entered)
+                self.hand = known[block].entered
+                if not known[block].fresh:
+                    return block
+                known[block].fresh = 0
+        if self.rule is Eviction.s3fifo:
+            most = self.facts.num_blocks - max(1, self.facts.num_blocks // 10)
+            while True:
+                mains = [b for b in self.queue if known[b].is_main]
+                smalls = [b for b in self.queue if not known[b].is_main]
+                over = sum(entry.is_main for entry in known.values()) > most
+                from_main = not smalls or (over and bool(mains))
+                block = min(mains if from_main else smalls, key=lambda b: known[b].entered)
+                entry, self.now = known[block], self.now + 1
+                if from_main and not entry.fresh:
+                    return block
+                if not from_main and entry.fresh < 2:
+                    ghost = self.facts.hash_of(block)
+                    self.ghosts = [*(one for one in self.ghosts if one != ghost), ghost][-most:]
+                    return block
+                entry.fresh = entry.fresh - 1 if from_main else 0
+                entry.is_main, entry.entered = True, (self.now, 0)
+        if self.rule is Eviction.ttl:
+            over = [b for b in self.queue if known[b].rank and self.facts.clock() - known[b].since >= 5]
+            self.now += 1
+            for number, block in enumerate(sorted(over, key=lambda b: known[b].release)):
+                known[block].rank, known[block].release = 0, (self.now, number)
+        return min(self.queue, key=self.order)
+
+    def pop(self, count: int) -> list[int]:
+        victims = []
+        for _ in range(count):
+            block = self.victim()
+            self.age = self.known[block].key
+            self.queue.remove(block)
+            victims.append(block)
+            if self.rule is Eviction.sieve:  # the hand is at its end where nothing newer is known
+                newest = max((e.entered for b, e in self.known.items() if b != block), default=(0, 0))
+                self.hand = (0, -1) if newest < self.hand else self.hand
+            self.forget([block])
+        return victims
+
+
+class Both(EvictionPolicy):
+    """A rule and its definition, which must evict the same."""
+
+    def __init__(self, rule: EvictionPolicy, definition: ByDefinition) -> None:
+        super().__init__()
+        rule.facts = definition.facts = self.facts
+        self.rule, self.definition = rule, definition
+
+    def __len__(self) -> int:
+        return len(self.rule)
+
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        self.rule.push(blocks, table)
+        self.definition.push(blocks, table)
+
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        self.rule.reuse(blocks, queued)
+        self.definition.reuse(blocks, queued)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        self.rule.forget(blocks)
+        self.definition.forget(blocks)
+
+    def pop(self, count: int) -> list[int]:
+        victims = self.rule.pop(count)
+        assert victims == self.definition.pop(count)
+        return victims
+
+    def blocks(self) -> list[int]:
+        assert sorted(self.rule.blocks()) == sorted(self.definition.queue)
+        return self.rule.blocks()
+
+
+@pytest.mark.parametrize("rule", list(Eviction))
+@pytest.mark.parametrize("seed", range(tier(4, 60)))
+def test_a_rule_evicts_as_it_is_defined(rule: Eviction, seed: int) -> None:
+    """Tables of a few texts that are taken, shared, rewritten in part and released in any order."""
+    draw, now = random.Random(seed), [0]
+    policy = Both(new_policy(rule, ttl_s=5e-9, pinned=2), ByDefinition(rule))
+    policy.facts.clock, policy.facts.block_size = lambda: now[0], SIZE
+    policy.facts.pair_s = 0.01
+    pool = BlockPool(20, eviction=policy)
+    tables: list[tuple[list[int], Request]] = []
+    for step in range(150):
+        now[0] += draw.randint(0, 2)
+        if tables and (draw.random() < 0.5 or pool.free_blocks < 6):
+            table, owner = tables.pop(draw.randrange(len(tables)))
+            if draw.random() < 0.1 and pool.references(table[-1]) == 1:
+                pool.uncache(table[-1:])
+            pool.release(table, 0, owner)
+        else:
+            text, length = draw.randint(0, 5), draw.randint(1, 6)
+            hashes = [f"{text}.{place}" for place in range(length)]
+            hits = pool.find(hashes)
+            pool.share(hits)
+            fresh = pool.take(length - len(hits))
+            pool.cache_full_blocks(fresh, hashes[len(hits) :])
+            session = draw.choice(["a", "b", None])
+            tables.append(([*hits, *fresh], request(step, draw.randint(0, 2), length, session)))
+        references: dict[int, int] = {}
+        for table, _ in tables:
+            for block in table:
+                references[block] = references.get(block, 0) + 1
+        pool.check(references)
+
+
+# -- beside textbooks ----------------------------------------------------------------------------------------------
+
+
+def lru(keys: Sequence[int], size: int) -> int:
+    cache, hits = OrderedDict[int, None](), 0
+    for key in keys:
+        if key in cache:
+            hits += 1
+            cache.move_to_end(key)
+            continue
+        if len(cache) == size:
+            cache.popitem(last=False)
+        cache[key] = None
+    return hits
+
+
+def fifo(keys: Sequence[int], size: int) -> int:
+    cache, hits = OrderedDict[int, None](), 0
+    for key in keys:
+        hits += key in cache
+        if key not in cache:
+            if len(cache) == size:
+                cache.popitem(last=False)
+            cache[key] = None
+    return hits
+
+
+def sieve(keys: Sequence[int], size: int) -> int:
+    """Figure 5 of the paper: a list from tail (oldest) to head, a hand, a bit for each object."""
+    queue: list[int] = []
+    visited: dict[int, bool] = {}
+    hand: int | None = None  # an object
+    hits = 0
+    for key in keys:
+        if key in visited:
+            hits, visited[key] = hits + 1, True
+            continue
+        if len(queue) == size:
+            place = 0 if hand is None else queue.index(hand)
+            while visited[queue[place]]:
+                visited[queue[place]] = False
+                place = (place + 1) % len(queue)
+            hand = queue[place + 1] if place + 1 < len(queue) else None
+            del visited[queue.pop(place)]
+        queue.append(key)
+        visited[key] = False
+    return hits
+
+
+def s3fifo(keys: Sequence[int], size: int) -> int:
+    """Algorithm 1 of the paper, with the threshold 2 of its library; what is missing is looked for in G last."""
+    most = size - max(1, size // 10)
+    small, main, ghost, uses, hits = list[int](), list[int](), list[int](), dict[int, int](), 0
+    for key in keys:
+        if key in uses:
+            hits, uses[key] = hits + 1, min(3, uses[key] + 1)
+            continue
+        while len(small) + len(main) == size:
+            if len(main) > most or not small:
+                first = main.pop(0)
+                if uses[first]:
+                    uses[first] -= 1
+                    main.append(first)
+                else:
+                    del uses[first]
+            else:
+                first = small.pop(0)
+                if uses[first] >= 2:
+                    uses[first] = 0
+                    main.append(first)
+                else:
+                    del uses[first]
+                    ghost = [*ghost, first][-most:]
+        if key in ghost:
+            ghost.remove(key)
+            main.append(key)
+        else:
+            small.append(key)
+        uses[key] = 0
+    return hits
+
+
+def pool_hits(rule: Eviction, keys: Sequence[int], size: int) -> int:
+    """Hits of a block pool with requests of one block, one after the other."""
+    pool, hits = BlockPool(size, eviction=new_policy(rule)), 0
+    for key in keys:
+        found = pool.find([key])
+        hits += len(found)
+        if found:
+            pool.share(found)
+        else:
+            found = pool.take(1)
+            pool.cache_full_blocks(found, [key])
+        pool.release(found)
+    return hits
+
+
+def popular(seed: int, count: int) -> list[int]:
+    """Keys of which some are asked for often, and a scan now and then."""
+    draw = np.random.default_rng(seed)
+    keys = (draw.zipf(1.2, count) % 3000).tolist()
+    return [100_000 + place if place % 500 < 60 else key for place, key in enumerate(keys)]
+
+
+TEXTBOOKS: dict[Eviction, Callable[[Sequence[int], int], int]] = {
+    Eviction.lru: lru,
+    Eviction.fifo: fifo,
+    Eviction.sieve: sieve,
+    Eviction.s3fifo: s3fifo,
+}
+
+
+@pytest.mark.parametrize("rule", TEXTBOOKS)
+@pytest.mark.parametrize("size", [7, 100, 400])
+def test_single_blocks_are_evicted_as_textbooks_have_it(rule: Eviction, size: int) -> None:
+    keys = popular(size, 6000)
+    assert pool_hits(rule, keys, size) == TEXTBOOKS[rule](keys, size)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("rule", TEXTBOOKS)
+@pytest.mark.parametrize("size", [50, 400])
+def test_single_blocks_hit_as_often_as_in_libcachesim(rule: Eviction, size: int) -> None:
+    """S3-FIFO looks in its third queue before it evicts, so a hit or two may differ."""
+    library = pytest.importorskip("libcachesim")
+    cache = {"lru": library.LRU, "fifo": library.FIFO, "sieve": library.Sieve, "s3fifo": library.S3FIFO}[
+        rule
+    ](size)
+    keys, hits = popular(size, 30_000), 0
+    for key in keys:
+        asked = library.Request()
+        asked.obj_id, asked.obj_size = key, 1
+        hits += cache.get(asked)
+    allowed = 0.005 * len(keys) if rule is Eviction.s3fifo else 0
+    assert abs(pool_hits(rule, keys, size) - hits) <= allowed
+
+
+# -- through the policy core ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", list(Eviction))
+@pytest.mark.parametrize("seed", range(tier(1, 10)))
+def test_random_sessions_leave_every_counter_right(rule: Eviction, seed: int) -> None:
+    draw, steps = random.Random(seed), [0]
+    queue = new_policy(rule, ttl_s=5e-9, pinned=2)
+    queue.facts.clock = lambda: steps[0]
+    manager = PagedManager(24, SIZE, eviction=queue)
+    scheduler = Scheduler(manager, SchedulerLimits(32, 4))
+    hits = 0
+    for rid in range(60):
+        session = draw.randint(0, 4) if draw.random() < 0.8 else None
+        segments = [(9 if session is None else 1 + session, draw.randint(1, 40)), (None, draw.randint(1, 9))]
+        total, identity = sum(tokens for _, tokens in segments), KeyIdentity(rid, segments)
+        asked = Request(rid, total, draw.randint(1, 12), identity=identity, priority=draw.randint(0, 2))
+        scheduler.submit(replace(asked, session=None if session is None else str(session)))
+        for _ in range(draw.randint(0, 6)):
+            if scheduler.has_work:
+                plan = scheduler.schedule()
+                hits += plan.hit_tokens
+                scheduler.commit(plan, StepResult())
+                manager.check()
+                steps[0] += 1
+    while scheduler.has_work:
+        scheduler.commit(scheduler.schedule(), StepResult())
+        manager.check()
+    assert hits > 0
+    assert manager.pool.live_blocks == 0
