@@ -88,16 +88,16 @@ def test_measured_durations_give_identical_plans(policy: Change, config: RunConf
 
 @cases("rule", list(Eviction), day=(Eviction.ttl, Eviction.gdsf, Eviction.s3fifo))
 def test_both_sides_evict_alike(rule: Eviction, config: RunConfig, tmp_path: Path) -> None:
-    """Turns of three conversations that begin with one text, two tenants, in a pool that holds few of them."""
+    """Turns of three conversations that begin with one text, in a pool that holds few of them."""
     rows = [
-        f"{turn / 100},{80 + 16 * (turn % 5)},4,p{turn % 3},{32 + 16 * (turn % 3)},t{turn % 2},{turn % 3},s{turn % 3}"
+        f"{turn / 100},{80 + 16 * (turn % 5)},4,p{turn % 3},{32 + 16 * (turn % 3)},t,{turn % 3},s{turn % 3}"
         for turn in range(30)
     ]
     path = tmp_path / "turns.csv"
     head = "arrival_s,prompt_tokens,output_tokens,prefix,prefix_tokens,salt,priority,session"
     path.write_text("\n".join([head, *rows]) + "\n")
     with_trace(config, TraceFormat.simple, path)
-    config.workload.request_rate, config.workload.num_requests = None, 30
+    config.workload.request_rate, config.workload.num_requests, config.cache.pool_tokens = None, 30, 480
     config.cache.eviction, config.cache.ttl_s, config.cache.pinned_tokens = str(rule), 0.05, 32
     record = run_point(config).record
     assert record.levels["counts"]["identical"], record.levels["counts"]
