@@ -44,7 +44,7 @@ def load_tokenizer(path: str) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise ModelError(f"{path}: no tokenizer can be loaded from it ({error})") from error
 
@@ -71,9 +71,7 @@ def chat_prompt(
     if add_generation_prompt and continue_final_message:
         reason = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise TokenizerError(reason)
-    reserved = sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ()))
-    if reserved:
-        raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
+    _refuse_reserved(template_values)
     if isinstance(tokenizer, ByteTokenizer):
         if template_values:
             raise TokenizerError("chat_template_kwargs: this model has no chat template")
@@ -93,6 +91,34 @@ def chat_prompt(
     except Exception as error:
         raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
     return [int(token) for token in ids]
+
+
+def chat_text(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] = (),
+    template_values: Mapping[str, Any] | None = None,
+) -> str:
+    """A conversation with its tools as text, and the opening of the answer. Raises TokenizerError."""
+    _refuse_reserved(template_values)
+    try:
+        text = tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=True,
+            **template_values or {},
+        )
+    except Exception as error:
+        raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
+    return str(text)
+
+
+def _refuse_reserved(template_values: Mapping[str, Any] | None) -> None:
+    reserved = sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ()))
+    if reserved:
+        raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -38,6 +38,9 @@ _ADVISE = """\
 SOURCE is a trace file of any readable format, a folder with a deployment's log (as for twin), a folder that twin has
 written (its requests; name model and device again), or a store of a sweep (its first point). Overrides (key=value) say
 the rest. Requests are simulated at their own times; nothing is measured.
+With --tokenizer DIR SOURCE is a log of chat requests as clients send them (JSON lines with messages, and tools, user,
+cache_salt, timestamp where there are any): hits of the prefix cache by pool size, the message that breaks each lost
+prefix, and what a salt per tenant costs. No model, GPU or server is needed, and nothing is simulated.
 Models with windowed layers are predicted with cache.groups=uniform, pages as in vLLM, unless cache.groups is given.
 Exit codes: 0 done, 2 the input was wrong.
 example:
@@ -185,6 +188,29 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo", default=SLO, help=f"bounds on metrics; default: {SLO}")
     most = "simulate about N, in windows over the whole trace; default: as many as are quick"
     parser.add_argument("--requests", type=int, metavar="N", help=most)
+    chats = "SOURCE is a log of chat requests: hits of the prefix cache with this folder's tokenizer and chat template"
+    parser.add_argument("--tokenizer", metavar="DIR", help=chats)
+
+
+def _run_chats(arguments: Arguments) -> int:
+    """Count the prefix cache of a log of chat requests and print; returns the exit code."""
+    from harness.capacity.chat import chat_answer, read_chat, tokenizer_of
+
+    flags, block_size = arguments.flags, 16
+    for word in arguments.overrides:
+        key, _, value = word.partition("=")
+        if key != "cache.block_size" or not value.isdecimal() or not int(value):
+            raise UserError(f"{word}: with --tokenizer only cache.block_size=N can be set, N at least 1")
+        block_size = int(value)
+    if flags.model or flags.device or flags.requests or flags.slo != SLO:
+        raise UserError(
+            "--model, --device, --slo, --requests: not with --tokenizer, which counts the prefix cache alone"
+        )
+    tokenizer = tokenizer_of(flags.tokenizer)
+    log = read_chat(Path(flags.source).expanduser(), tokenizer)
+    for line in chat_answer(log, tokenizer, block_size, flags.tokenizer):
+        say(line)
+    return 0
 
 
 def _run_advise(arguments: Arguments) -> int:
@@ -193,6 +219,8 @@ def _run_advise(arguments: Arguments) -> int:
     from harness.capacity.slo import parse_slo
 
     flags = arguments.flags
+    if flags.tokenizer:
+        return _run_chats(arguments)
     if flags.requests is not None and flags.requests < 1:
         raise UserError("--requests: must be at least 1")
     words = _words(arguments)

@@ -32,6 +32,7 @@ from traces.trace import Segment, Trace
 
 _MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
+_NEVER = 1 << 60
 _Step = tuple[int, int, int, int]  # path before it, key, start, stop
 Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
 Ints = npt.NDArray[np.int64]
@@ -211,8 +212,11 @@ def reuse_profile(
 ) -> ReuseProfile:
     """The profile at one block size, in tokens. Pass `PrefixPaths(trace)` to compute it at several sizes.
 
-    `spare_last_token` limits hits as an engine does, which always computes the last token. With `partial_blocks` a
-    partial last block also occupies a block of the cache, as in published tables; it is never hit.
+    With `spare_last_token` it is an engine that serves one request after the other, from a pool that each of them fits:
+    the last token is always computed, and a last block that is partial, or computed again, takes a block of the pool
+    until another request needs one. That is exact, but for prompts that end on a block's edge and stood whole in the
+    cache, of whose last block an engine without `deduplicate` keeps two copies. With `partial_blocks` a partial last
+    block also occupies a block of the cache, as in published tables; it is never hit.
     """
     paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
     requests = paths.trace.requests
@@ -221,19 +225,27 @@ def reuse_profile(
     found: list[tuple[int, int, int]] = []
     distinct = 0
     last_us: dict[int, int] = {}
+    spare = 0  # the lowest place that was touched again since a request took a block beside its full ones; 0: none has
     for request, extents in zip(requests, rows, strict=True):
         left = (request.prompt_tokens - spare_last_token) // block_size
+        takes_more = spare_last_token and request.prompt_tokens % block_size > 0
         for name, blocks in extents:
             place = stack.place(name)
             if place is None:
                 break
             if left > 0:
-                found.append((stack.above(place), min(blocks, left), request.arrival_us - last_us[name]))
+                more = spare > place  # it outlasted that block too
+                found.append(
+                    (stack.above(place) + more, min(blocks, left), request.arrival_us - last_us[name])
+                )
+            takes_more |= spare_last_token and left < blocks
             left -= blocks
         distinct += sum(blocks for name, blocks in extents if stack.place(name) is None)
+        spare = min([spare, *(stack.place(name) or 0 for name, _ in extents)])
         for name, blocks in reversed(extents):
             stack.touch(name, blocks)
             last_us[name] = request.arrival_us
+        spare = _NEVER if takes_more else spare
     columns = np.array(found, dtype=np.int64).reshape(-1, 3)
     return ReuseProfile(
         block_size=block_size,
@@ -295,7 +307,6 @@ def _weighted_quantiles(
     return [float(values[order][min(int(pick), values.size - 1)]) for pick in picks]
 
 
-_NEVER = 1 << 60
 Block = tuple[int, int]
 
 

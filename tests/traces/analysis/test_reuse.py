@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from engine.core.identity import KeyIdentity
@@ -50,13 +50,14 @@ def blocks_of(request: TraceRequest, size: int) -> list[bytes]:
     return [ids[: end + size].tobytes() for end in range(0, len(ids) - size + 1, size)]
 
 
-def ideal_hit_tokens(trace: Trace, block_size: int) -> int:
+def ideal_hit_tokens(trace: Trace, block_size: int, blocks: int | None = None) -> int:
     """Prompt tokens that the real prefix cache hits: full blocks, and never a prompt's last token.
 
-    The prompts of the trace are served one after another in an unlimited pool, by the keys of the trace. Each generates
-    one token and ends before the next begins, so nothing but prompts is cached.
+    The prompts of the trace are served one after another in a pool of `blocks` (None: unlimited), by the keys of the
+    trace. Each generates one token and ends before the next begins, so nothing but prompts is cached.
     """
-    blocks = sum(-(-request.prompt_tokens // block_size) for request in trace.requests) + 1
+    if blocks is None:
+        blocks = sum(-(-request.prompt_tokens // block_size) for request in trace.requests) + 1
     longest = max(request.prompt_tokens for request in trace.requests) + 1
     limits = SchedulerLimits(
         max_batched_tokens=longest, max_running=1, max_model_len=longest, chunked_prefill=False, watermark=0.0
@@ -111,6 +112,20 @@ def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int) -> No
     trace = make(rows)
     expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
     assert ideal_hit_tokens(trace, size) == expected
+
+
+@given(prompts.filter(apart), st.integers(2, 5), st.integers(0, 12))
+def test_one_pass_finds_the_hits_of_an_engine_at_any_pool_that_holds_the_longest(
+    rows, size: int, more: int
+) -> None:
+    trace = make(rows)
+    assume(
+        all(row.prompt_tokens % size for row in trace.requests)
+    )  # else an engine may keep a last block twice
+    blocks = more + max(-(-row.prompt_tokens // size) for row in trace.requests)
+    assert reuse_profile(trace, size, spare_last_token=True).hit_tokens(blocks) == ideal_hit_tokens(
+        trace, size, blocks
+    )
 
 
 @pytest.mark.parametrize("model", ["system", "few_shot", "tree", "passages"])
