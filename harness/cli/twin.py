@@ -24,7 +24,9 @@ may hold the engine's settings (command line, YAML, JSON, server log), a series 
 capture), and the workload as a PageTwin trace. Overrides (key=value) say what the files do not, and win over them:
 device=h100, model=llama31_8b.
 With --metrics the state of a live server is scraped into FOLDER first, while the load that is logged there runs.
-Exit codes: 0 done, 2 the input was wrong.
+With --check the /metrics page of a vLLM server, or a file with one, is compared with the prediction for FOLDER: by the
+fit that twin kept in its report's folder, by --device, else by the description of the device. Nothing is fitted.
+Exit codes: 0 done, 1 --check found a difference, 2 the input was wrong.
 example:
   python -m harness twin logs/ device=rtx_pro_6000"""
 
@@ -49,6 +51,12 @@ def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to scrape; default: 60")
+    parser.add_argument(
+        "--check", metavar="URL|FILE", help="compare a /metrics page with the prediction, and end"
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=0.1, metavar="T", help="of --check; default: 0.1 (10 %%)"
+    )
 
 
 def _run(arguments: Arguments) -> int:
@@ -65,6 +73,8 @@ def _run(arguments: Arguments) -> int:
         _scrape(flags, folder)
     log = read_engine_log(folder)
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
+    if flags.check:
+        return _check(flags, log, words, out)
     twin = _twin(arguments, log, words, out)
     if flags.what_if:
         for answer in own_what_ifs(log, twin.config, flags.what_if, lambda one: remark(f"what if {one}")):
@@ -84,6 +94,37 @@ def _run(arguments: Arguments) -> int:
         )
     say(str(page))
     return 0
+
+
+def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], out: Path) -> int:
+    """Print a server's page beside the prediction; returns 1 where they differ."""
+    from harness.twin.check import compared, pages
+    from harness.twin.configured import configured
+    from harness.twin.prediction import predictor
+
+    if not 0 <= flags.tolerance < 1:
+        raise UserError(f"--tolerance is {flags.tolerance:g}, must be at least 0 and below 1")
+    found = pages(flags.check)
+    kept = () if flags.no_fit or flags.device else _kept_fit(log, out)
+    asked = configured(log, (*kept, *words))
+    rows = compared(predictor(asked.config, log.workload)(asked.config.device), found)
+    for line in (log.client, *asked.warnings):
+        say(line)
+    fitted_from = asked.config.device.fitted_from
+    constants = (
+        f"constants fitted to {fitted_from}" if fitted_from else "the constants of the device's description"
+    )
+    say(f"Predicted: {len(log.requests):,} requests of {log.name}, with {constants}.")
+    say(f"{'figure':34}  {'predicted':>20}  {'real':>9}")
+    for row in rows:
+        say(row.line(flags.tolerance))
+    known = [row for row in rows if row.real is not None]
+    if not known:
+        raise UserError(f"--check {flags.check}: no figure can be compared; the server has served nothing")
+    differ = [row.name for row in known if not row.agrees(flags.tolerance)]
+    said = f"differ by more than {flags.tolerance:.0%}: {', '.join(differ)}" if differ else "none differs"
+    say(f"Of {len(known)} figures {said}.")
+    return 1 if differ else 0
 
 
 def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], out: Path) -> "Twin":

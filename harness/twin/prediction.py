@@ -44,15 +44,20 @@ class PredictedRun:
         """Running and waiting requests and the share of the pool in use, at each instant."""
         if self.log.replicas > 1:
             return self._series_of_replicas(at_s)
+        running, waiting = self._at(at_s, "running"), self._at(at_s, "waiting")
+        return Timeseries(at_s, running, waiting, self._at(at_s, *_IN_USE) / self.log.capacity_slots)
+
+    def token_use(self, at_s: FloatArray) -> FloatArray:
+        """Tokens over slots of blocks in use at each instant, of one replica; 0 where none is."""
+        shares: FloatArray = self._at(at_s, "token") / np.maximum(1.0, self._at(at_s, *_IN_USE))
+        return shares
+
+    def _at(self, at_s: FloatArray, *columns: str) -> FloatArray:
+        """The sum of some columns of the step that runs at each instant; 0 outside the run."""
         steps = self.log.steps
         place = np.searchsorted(np.asarray(steps["start_s"], np.float64), at_s, side="right") - 1
-        known = (place >= 0) & (at_s < self.log.span_s)
-
-        def at(*columns: str) -> FloatArray:
-            total = np.sum([np.asarray(steps[name], np.float64) for name in columns], axis=0)
-            return np.where(known, total[np.maximum(place, 0)], 0.0)
-
-        return Timeseries(at_s, at("running"), at("waiting"), at(*_IN_USE) / self.log.capacity_slots)
+        total = np.sum([np.asarray(steps[name], np.float64) for name in columns], axis=0)
+        return np.where((place >= 0) & (at_s < self.log.span_s), total[np.maximum(place, 0)], 0.0)
 
     def _series_of_replicas(self, at_s: FloatArray) -> Timeseries:
         """The same for all replicas together, counted from the times of the requests: a step shows one replica alone.

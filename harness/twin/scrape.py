@@ -30,9 +30,9 @@ from traces.formats.parsing import MAX_INTEGER
 SERIES_COLUMNS = ("t", "prompt_throughput", "gen_throughput", "running", "waiting", "kv_cache_pct")
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
-_WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
-_KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
+RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
+WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
+KV = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _PROMPT = ("vllm:prompt_tokens_total", "sglang:prompt_tokens_total")
 _GENERATED = ("vllm:generation_tokens_total", "sglang:generation_tokens_total")
 _MOST = {"t": LATEST_S, "kv_cache_pct": 100.0}
@@ -58,23 +58,23 @@ def scrape(
     """
     if not seconds >= every_s:
         raise UserError(f"--seconds is {seconds:g}, must be at least {every_s:g}")
-    fetch = fetch or _fetched
+    fetch = fetch or fetched
     began, last = clock(), (0.0, 0.0, 0.0)
     rows: list[list[float]] = []
     first: Samples | None = None
     while (now := clock() - began) < seconds:
         samples = parse(fetch(url))
-        if first is None and not any(name in samples for name in _RUNNING):
-            reason = f"--metrics {url}: has none of {', '.join(_RUNNING)}: no endpoint of vLLM or SGLang"
+        if first is None and not any(name in samples for name in RUNNING):
+            reason = f"--metrics {url}: has none of {', '.join(RUNNING)}: no endpoint of vLLM or SGLang"
             raise UserError(reason)
         first = first or samples
         prompt, generated, running, waiting = (
-            sum(_values(samples, names)) for names in (_PROMPT, _GENERATED, _RUNNING, _WAITING)
+            sum(values(samples, names)) for names in (_PROMPT, _GENERATED, RUNNING, WAITING)
         )
         counters = (now, prompt, generated)
         span = counters[0] - last[0]
         rates = [(counters[i] - last[i]) / span if rows and span > 0 else 0.0 for i in (1, 2)]
-        use = _values(samples, _KV)
+        use = values(samples, KV)
         rows.append([now, *rates, running, waiting, 100 * sum(use) / len(use) if use else 0.0])
         last = counters
         sleep(max(0.0, len(rows) * every_s - (clock() - began)))
@@ -99,18 +99,20 @@ def parse(text: str) -> Samples:
     return found
 
 
-def _fetched(url: str) -> str:
+def fetched(url: str, flag: str = "--metrics") -> str:
+    """The text of a page. Raises UserError, which names the flag that gave its address."""
     if not url.startswith(("http://", "https://")):
-        raise UserError(f"--metrics {url}: an address that starts with http:// or https:// expected")
+        raise UserError(f"{flag} {url}: an address that starts with http:// or https:// expected")
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text: bytes = answer.read()
     except (urllib.error.URLError, OSError) as error:
-        raise UserError(f"--metrics {url}: cannot be read: {getattr(error, 'reason', error)}") from error
+        raise UserError(f"{flag} {url}: cannot be read: {getattr(error, 'reason', error)}") from error
     return text.decode("utf-8", "replace")
 
 
-def _values(samples: Samples, names: tuple[str, ...]) -> list[float]:
+def values(samples: Samples, names: tuple[str, ...]) -> list[float]:
+    """The values of the first of these names that the page has, one for each engine; empty where it has none."""
     return next(([value for _, value in samples[name]] for name in names if name in samples), [])
 
 

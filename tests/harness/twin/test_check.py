@@ -1,0 +1,90 @@
+"""`twin --check`: a server's page beside the prediction, and the exit code."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.cli.main import main
+from harness.config.errors import UserError
+from harness.twin.check import compared, pages
+from harness.twin.configured import configured
+from harness.twin.prediction import PredictedRun, predictor
+from harness.twin.reading import read_engine_log
+
+RECORDED = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
+WORDS = ("device=rtx_pro_6000", "model=llama31_8b")
+
+
+@pytest.fixture(scope="module")
+def run() -> PredictedRun:
+    log = read_engine_log(RECORDED)
+    config = configured(log, WORDS).config
+    return predictor(config, log.workload)(config.device)
+
+
+def page_of(run: PredictedRun, tmp_path: Path, **other: float) -> Path:
+    """The page that a server would show if it did what is predicted, with other figures by name."""
+    requests = run.log.requests
+    at_s = np.linspace(float(run.arrival_s.min()), float(run.last_token_s.max()), 101)[[50]]
+    series, blocks = run.series(at_s), run.log.capacity_slots // 16
+    found = {
+        "num_requests_running": series.running[0],
+        "num_requests_waiting": series.waiting[0],
+        "kv_cache_usage_perc": series.kv_use[0],
+        "kv_cache_token_usage_perc": run.token_use(at_s)[0],
+        "prefix_cache_queries_total": np.sum(requests["prompt_tokens"]),
+        "prefix_cache_hits_total": np.sum(requests["hit_tokens"]),
+        "num_preemptions_total": np.sum(requests["preemptions"]),
+        "request_success_total": len(run.arrival_s),
+        f'cache_config_info{{block_size="16",num_gpu_blocks="{blocks}"}}': 1,
+    }
+    lines = [f"vllm:{name} {value}" for name, value in {**found, **other}.items()]
+    path = tmp_path / "metrics.txt"
+    path.write_text("\n".join(lines))
+    return path
+
+
+def differing(run: PredictedRun, path: Path) -> list[str]:
+    return [row.name for row in compared(run, pages(str(path))) if not row.agrees(0.1)]
+
+
+def test_a_page_of_what_is_predicted_agrees_in_every_figure(run, tmp_path):
+    rows = compared(run, pages(str(page_of(run, tmp_path))))
+    assert len(rows) == 7
+    assert all(row.real is not None and row.agrees(0) for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "row"),
+    [
+        ("prefix_cache_hits_total", 1e9, "hit ratio of prompt tokens"),
+        ("num_preemptions_total", 1e4, "preemptions of 100 requests"),
+        ("num_requests_waiting", 1e4, "waiting requests"),
+        ("kv_cache_usage_perc", 1.0, "kv_cache_usage_perc"),
+        ("kv_cache_token_usage_perc", 0.3, "kv_cache_token_usage_perc"),
+    ],
+)
+def test_a_figure_that_differs_is_named(run, tmp_path, name: str, value: float, row: str):
+    assert differing(run, page_of(run, tmp_path, **{name: value})) == [row]
+
+
+def test_gauges_of_an_idle_server_are_not_compared(run, tmp_path):
+    idle = {"num_requests_running": 0, "num_requests_waiting": 0, "kv_cache_usage_perc": 0}
+    rows = compared(run, pages(str(page_of(run, tmp_path, **idle))))
+    assert [row.why for row in rows if row.real is None] == ["the server is idle"] * 4
+
+
+def test_a_page_of_something_else_is_refused(tmp_path):
+    path = tmp_path / "page.txt"
+    path.write_text("up 1\n")
+    with pytest.raises(UserError, match="no /metrics page of a vLLM server"):
+        pages(str(path))
+
+
+@pytest.mark.parametrize(("other", "code"), [({}, 0), ({"num_preemptions_total": 1e4}, 1)])
+def test_the_exit_code_says_whether_a_figure_differs(run, tmp_path, capsys, other, code):
+    path = page_of(run, tmp_path, **other)
+    out = f"--out={tmp_path / 'out'}"
+    assert main(["twin", str(RECORDED), *WORDS, "--check", str(path), out]) == code
+    assert "Of 7 figures" in capsys.readouterr().out
