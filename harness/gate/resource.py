@@ -13,9 +13,9 @@ import re
 import struct
 import subprocess
 import tempfile
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from importlib.metadata import version
 from itertools import accumulate
@@ -27,6 +27,7 @@ from harness.config.errors import UserError
 from harness.environment import kernel_digest
 from harness.gate.findings import Baseline, Finding, GateVerdict, LayerResult, Measured, coverage
 from harness.gate.settings import GateSettings, default_settings
+from harness.kernel_speed.block_sizes import predicted_shares
 from harness.kernel_speed.gpus import LATENCIES, SCHEDULERS
 from harness.kernel_speed.predict import Instruction, Kernel, read_listing, replay, tile_loop
 
@@ -187,6 +188,7 @@ GOAL_PER_BYTE = (0.06, 0.12)
 # Bytes on their way in a multiprocessor that hide the memory's latency (Little's law). An H200 delivers about 20 bytes
 # a cycle to each, and its memory answers after 700 cycles (14 KB), near the full rate after several times as many.
 GOAL_IN_FLIGHT = 65_536
+LESS_SHARE = 0.005  # of the bandwidth, which a predicted share may lose
 # The compiler makes the same machine code, bit for bit, for sm_86 and sm_89 (but not of 8-bit floats, which sm_86 does
 # not have), so a kernel is compiled for one and judged on both.
 SAME_CODE = {86: 89}
@@ -213,7 +215,9 @@ class Resources(Instructions):
     that it has on their way, cycles that one warp takes before the loop, for a tile and behind the loop, cycles of a
     tile on its scheduler's busiest pipe and on shared memory, bytes that a warp copies for a tile, and waits for
     warp-group products in a tile. Goals are not promised: the baseline may hold a figure that misses one, and the
-    answer then says so (0: no goal). `digest` is of all that the other fields follow from, but for Triton's version.
+    answer then says so (0: no goal). `shares` are predicted shares of a GPU's bandwidth by GPU and batch, of the decode
+    of one shape as the launch policy cuts it. `digest` is of all that the other fields follow from, but for Triton's
+    version.
     """
 
     registers: int
@@ -233,6 +237,7 @@ class Resources(Instructions):
     product_waits: int = 0
     goal_per_byte: float = 0.0
     goal_in_flight: int = 0
+    shares: Mapping[str, float] = field(default_factory=dict)
     digest: str = ""
 
 
@@ -263,6 +268,7 @@ def resources(
         product_waits=warp.product_waits,
         goal_per_byte=GOAL_PER_BYTE["fp8" in configuration.key] if configuration.most_per_byte else 0.0,
         goal_in_flight=GOAL_IN_FLIGHT if kv_bytes else 0,
+        shares=predicted_shares(configuration.key, speed, capability),
         digest=digest_of(configuration),
     )
 
@@ -282,8 +288,10 @@ def digest_of(configuration: "KernelConfiguration") -> str:
 
 @cache
 def _readers() -> str:
-    """A digest of the files that turn machine code into resources."""
-    files = [Path(__file__), *Path(kernel_speed.__file__).parent.glob("*.py")]
+    """A digest of the files that turn machine code, and the launch policy, into resources."""
+    from paged_kernels import launch_policy
+
+    files = [Path(__file__), *Path(kernel_speed.__file__).parent.glob("*.py"), Path(launch_policy.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(files))).hexdigest()
 
 
@@ -350,6 +358,9 @@ def worse(now: Resources, before: Resources, more: float) -> Iterator[str]:
         yield f"cycles of a warp per tile {before.tile:.0f} → {now.tile:.0f}, more than {more:.0%} on top"
     if now.product_waits > before.product_waits:
         yield f"waits for warp-group products per tile {before.product_waits} → {now.product_waits}"
+    for name, share in before.shares.items():
+        if now.shares.get(name, 0.0) < share - LESS_SHARE:
+            yield f"predicted share of bandwidth, {name}: {share:.3f} → {now.shares.get(name, 0.0):.3f}"
     if before.hgmma and not now.hgmma:
         yield f"warp-group matrix instructions {before.hgmma} → 0"
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.console import say
 from harness.cost.roofline import REFERENCE, table_file
@@ -22,11 +22,14 @@ from harness.kernel_speed.gpus import GPUS, SCHEDULERS, Gpu
 from harness.kernel_speed.predict import Kernel, LaunchTime, WarpCycles, predict
 from harness.store.atomic import write_files
 
+if TYPE_CHECKING:
+    from paged_kernels.launch_policy import Room
+
 ROWS, SLOTS = 64, 4096  # sequences and keys of each: 1.07 GB of a 16-bit cache
 HEADS, KV_HEADS, DIM = 32, 8, 128
 BLOCK_SIZES = (1, 8, 16, 32, 64, 128)
 CACHES = {2: "bf16", 1: "bf16-kv-fp8e4nv"}
-WARPS, WAVES, SPLIT_TOKENS = 4, 6, 256  # as `paged_kernels.triton.launch` launches decode
+WARPS = 4  # as `paged_kernels.triton.launch` launches decode
 _HEAD = (
     "# Made by python -m harness.kernel_speed.block_sizes from {source}; do not edit.\n"
     "# Static model of compiled code, not measured (docs/kernel-speed.md). Seconds of our decode at block sizes\n"
@@ -52,27 +55,46 @@ def keys_of(kernel: Kernel, element_bytes: int) -> int:
     return kernel.tile_bytes // (2 * DIM * element_bytes)
 
 
-def parts_of(rows: int, slots: int, gpu: Gpu, tile: int) -> int:
-    """Parts of each row's keys where all rows are equally long, as `paged_kernels.triton.decode` cuts them."""
-    tiles = ceil(slots / tile)
-    target = ceil(WAVES * gpu.multiprocessors / KV_HEADS)
-    return ceil(tiles / max(ceil(rows * tiles / target), SPLIT_TOKENS // tile))
+def room_of(kernel: Kernel, gpu: Gpu, element_bytes: int) -> "Room":
+    """What the launch policy is told of a decode of the table's heads on a GPU."""
+    from paged_kernels.launch_policy import Room, latency_bytes
+
+    tile = keys_of(kernel, element_bytes)
+    return Room(
+        multiprocessors=gpu.multiprocessors,
+        resident=max(1, kernel.staged(gpu.capability)),
+        latency=latency_bytes(gpu.name, gpu.capability),
+        programs=KV_HEADS,
+        tile=tile,
+        tile_bytes=tile * 2 * DIM * element_bytes,
+        partial_bytes=4 * HEADS // KV_HEADS * (DIM + 1),
+    )
 
 
 def decode_time(kernel: Kernel, gpu: Gpu, rows: int, slots: int, element_bytes: int) -> LaunchTime:
-    """The predicted time of our decode: parts of all rows and KV heads, and the launch that merges them."""
-    tile = keys_of(kernel, element_bytes)
-    parts = parts_of(rows, slots, gpu, tile)
-    items, tiles = rows * KV_HEADS * parts, ceil(ceil(slots / tile) / parts)
-    partial = items * HEADS // KV_HEADS * (DIM + 1) * 4 if parts > 1 else 0
-    return predict(kernel, gpu, items, tiles, launches=2, partial_bytes=partial)
+    """The predicted time of our decode: parts of all rows and KV heads, and the launch that merges them if any is cut.
+
+    Parts are those of the launch policy, and are taken to be of equal size.
+    """
+    from paged_kernels.launch_policy import parts_of_rows
+
+    room = room_of(kernel, gpu, element_bytes)
+    parts = int(parts_of_rows([slots] * rows, room)[0])
+    items, tiles = rows * KV_HEADS * parts, ceil(slots / room.tile) / parts
+    cut = parts > 1
+    partial = items * room.partial_bytes if cut else 0
+    return predict(kernel, gpu, items, tiles, launches=1 + cut, partial_bytes=partial)
 
 
 def decode_case(cases: Mapping[str, Any], element_bytes: int, block_size: int, capability: int) -> Any:
     """The gate's figures of the decode kernel of the table's shape, however it finds its blocks; None: not compiled."""
-    start = f"decode/{CACHES[element_bytes]}/d{DIM}/g{HEADS // KV_HEADS}/bs{block_size}"
+    start = _decode_key(CACHES[element_bytes], block_size)
     found = (cases.get(f"{start}/{path} sm_{capability}") for path in ("scalar", "vector"))
     return next((case for case in found if case), None)
+
+
+def _decode_key(cache: str, block_size: int = 16) -> str:
+    return f"decode/{cache}/d{DIM}/g{HEADS // KV_HEADS}/bs{block_size}"
 
 
 def rows_of(cases: Mapping[str, Any]) -> Iterator[tuple[str, int, int, float, str]]:
@@ -98,11 +120,37 @@ def table_text(baseline: Path) -> str:
     return _HEAD.format(source=f"results/baselines/{baseline.name}", **shape) + "".join(rows)
 
 
-SHAPES = ((16, 4096), (64, 1024), (64, 2048), (64, 4096), (256, 1024), (64, 8192))
+SHAPES = ((8, 16_384), (16, 4096), (64, 1024), (64, 4096), (256, 1024), (256, 4096))
 PREFILL = "prefill/bf16/d128/g4/bs16/vector"
 PREFILL_WARPS, PREFILL_ROWS = 8, 128
 # whose launch a GPU has; sm_100's products are not modelled
 _ALIKE = {80: 80, 86: 80, 89: 80, 90: 90, 120: 80}
+
+
+def decode_shares(kernel: Kernel, gpu: Gpu, element_bytes: int) -> dict[str, float]:
+    """Predicted share of the datasheet's bandwidth of each shape, by its name: sequences x keys."""
+    slot = 2 * KV_HEADS * DIM * element_bytes
+    return {
+        f"{rows} × {slots // 1024}k": decode_time(kernel, gpu, rows, slots, element_bytes).share(
+            rows * slots * slot, gpu
+        )
+        for rows, slots in SHAPES
+    }
+
+
+def predicted_shares(key: str, kernel: Kernel, capability: int) -> dict[str, float]:
+    """Shares by GPU and shape of the kernel with this key of the resource gate.
+
+    It is empty for all kernels but the table's decode, and where that cannot run or stages no tile.
+    """
+    width = next((width for width, cache in CACHES.items() if key == f"{_decode_key(cache)}/vector"), 0)
+    runs = width and kernel.seats(capability) and keys_of(kernel, width)
+    gpus = [gpu for gpu in GPUS.values() if runs and gpu.capability == capability]
+    return {
+        f"{gpu.name} {shape}": round(share, 4)
+        for gpu in gpus
+        for shape, share in decode_shares(kernel, gpu, width).items()
+    }
 
 
 def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
@@ -114,9 +162,9 @@ def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
             case = decode_case(cases, width, 16, gpu.capability)
             if case is None:
                 continue
-            kernel, slot = kernel_of(case), 2 * KV_HEADS * DIM * width
-            times = ((rows * slots, decode_time(kernel, gpu, rows, slots, width)) for rows, slots in SHAPES)
-            cells = " | ".join(f"{time.share(size * slot, gpu):.2f}".lstrip("0") for size, time in times)
+            kernel = kernel_of(case)
+            shares = decode_shares(kernel, gpu, width)
+            cells = " | ".join(f"{share:.2f}".lstrip("0") for share in shares.values())
             yield f"| {gpu.name}, {'16-bit' if width == 2 else 'fp8'} | {cells} | {_prefill_cell(cases, gpu, width)} |"
 
 

@@ -439,8 +439,11 @@ class Kernel:
         # registers are given to warps in units of 256, shared memory in units of 128 bytes
         per_warp = ceil(self.registers * WARP / 256) * 256
         by_registers = REGISTERS // (per_warp * self.warps)
-        by_shared = limits.shared_bytes // (ceil(self.shared_bytes / 128) * 128 + RESERVED)
-        return min(by_registers, by_shared, limits.warps // self.warps, limits.programs)
+        return min(by_registers, self.staged(capability), limits.warps // self.warps, limits.programs)
+
+    def staged(self, capability: int) -> int:
+        """Programs whose shared memory a multiprocessor holds."""
+        return MULTIPROCESSORS[capability].shared_bytes // (ceil(self.shared_bytes / 128) * 128 + RESERVED)
 
     def in_flight(self, capability: int) -> float:
         """Bytes of K and V that a multiprocessor has on their way while all its programs wait."""

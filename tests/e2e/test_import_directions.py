@@ -30,7 +30,8 @@ UNITS = """
         engine.core.sequence engine.core.policies engine.core.memory engine.core.scheduling
     engine.core
 
-    paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.backends
+    paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.launch_policy
+        paged_kernels.backends
         paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch paged_kernels.triton
         paged_kernels.attention paged_kernels.cache_ops
     paged_kernels
@@ -84,6 +85,7 @@ FORBIDDEN = {
     "harness.papers": (),  # claims about attention are computed with the reference of the kernels
     "harness.bench": (),
     "harness.gate": (),
+    "harness.kernel_speed": (),  # it cuts rows into parts as the kernels' launch policy does
     "harness.cli": (*HEAVY, "paged_kernels"),
 }
 

@@ -48,11 +48,11 @@ def prepare(case: Case) -> Run:
     """Prepare the call as our provider does, with fixed addressing. Raises UnsupportedCaseError for others."""
     if case.device.type != "cuda" or not case.decode:
         raise UnsupportedCaseError(f"{case.name}: the addressing of the Triton decode alone can be fixed")
+    from paged_kernels.providers.ours import splits_of
     from paged_kernels.triton.decode import PartsOfStep, run_decode
-    from paged_kernels.triton.launch import pick_splits
 
     out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
-    splits = pick_splits(case.lengths, case.kv_heads, case.device)
+    splits = splits_of(case)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
     run = partial(
         run_decode,

@@ -6,7 +6,7 @@ program costs about 7 ms here and a tile 4 ms. What runs at full size and in all
 
 import pytest
 import torch
-from interpreted_cases import attend, check, halves, options_of, spec_of
+from interpreted_cases import attend, check, cut_short_rows, halves, options_of, random_batches, spec_of
 from tiers import cases
 
 from paged_kernels import (
@@ -17,9 +17,9 @@ from paged_kernels import (
     merge_attn_states,
     reshape_and_cache,
 )
+from paged_kernels.launch_policy import Room, parts_of_rows
 from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.triton import decode as triton_decode
-from paged_kernels.triton import launch as triton_config
 from paged_kernels.triton.decode import PartsOfStep, run_decode
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -74,15 +74,16 @@ def test_heads_before_slots_in_memory_change_nothing(queries, block_size):
 
 @cases("options", [{}, {"window": 100}, {"sinks": True}], day=({"window": 100},))
 def test_parts_are_balanced_on_the_device(monkeypatch, options):
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    cut_short_rows(monkeypatch)
     check(spec_of((400, 1, 0, 70), block_size=16, heads=2, kv_heads=1, **options))
 
 
 @pytest.mark.parametrize("window", [0, 100])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_the_list_of_parts_covers_every_tile_that_a_row_sees_once(window, dtype):
-    lengths, target, tile = torch.tensor([400, 1, 0, 70, 5000], dtype=dtype), 9, 64
-    parts = PartsOfStep().of(lengths, target=target, tile=tile, window=window, workspace=Workspace())
+    lengths, tile = torch.tensor([400, 1, 0, 70, 5000], dtype=dtype), 64
+    room = Room(9, 1, 18_000, programs=2, tile=tile, tile_bytes=65_536, partial_bytes=1024)
+    parts = PartsOfStep().of(lengths, room, window, Workspace())
     entries, spans = parts.entries.view(-1, 8).tolist(), parts.spans.view(-1, 2).tolist()
     for row, (length, (first, count)) in enumerate(zip(lengths.tolist(), spans, strict=True)):
         seen = range(max(length - window, 0) // tile if window else 0, -(-length // tile))
@@ -91,9 +92,17 @@ def test_the_list_of_parts_covers_every_tile_that_a_row_sees_once(window, dtype)
         assert [place for _, begin, end, *_ in mine for place in range(begin, end)] == list(seen)
         assert all(entry[3:5] == [length, count] for entry in mine)
     used = sum(count for _, count in spans)
-    assert len(entries) == len(lengths) + target
+    assert len(entries) == len(lengths) + room.extra
     assert {entry[0] for entry in entries[used:]} == {len(lengths)}
     assert window or spans[4][1] > 1
+
+
+@cases("seed", range(50), day=(3,))
+def test_the_device_cuts_rows_as_the_host_does(seed):
+    for name, (room, lengths, window) in random_batches(seed).items():
+        listed = PartsOfStep().of(torch.tensor(lengths, dtype=torch.int32), room, window, Workspace())
+        expected = parts_of_rows(lengths, room, window).tolist()
+        assert listed.spans.view(-1, 2)[:, 1].tolist() == expected, (name, lengths)
 
 
 def test_layers_of_a_step_share_one_list_of_parts(monkeypatch):

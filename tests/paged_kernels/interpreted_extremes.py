@@ -11,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted_cases import attend, check, halves, options_of, spec_of
+from interpreted_cases import attend, check, cut_short_rows, halves, options_of, spec_of
 from tiers import cases
 
 from paged_kernels import (
@@ -20,11 +20,11 @@ from paged_kernels import (
     paged_attention_prefill,
     reshape_and_cache,
 )
+from paged_kernels.launch_policy import Room
 from paged_kernels.memory import Workspace, storable
 from paged_kernels.providers.case import TOLERANCE, build_case, contiguous_kv, exact_attention, relative_error
-from paged_kernels.triton import launch as triton_config
 from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
-from paged_kernels.triton.launch import PAIRS, target_parts
+from paged_kernels.triton.launch import PAIRS
 from paged_kernels.triton.scan import widened
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,7 +51,7 @@ def assert_same(found, exact, *, atol=1e-5):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @cases("num_splits", [1, 3, None], day=(3,))
 def test_a_strange_number_reaches_the_output_of_any_split(monkeypatch, which, value, num_splits):
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    cut_short_rows(monkeypatch)
     case, (exact, sums) = strange(value, which)
     lse = torch.empty(2, 4)
     assert not exact.isfinite().all()
@@ -128,7 +128,7 @@ def test_a_merge_keeps_the_nan_of_either_side(backend, side):
 @cases("num_splits", [1, 4, None], day=(4,))
 def test_a_read_behind_the_end_would_be_seen(monkeypatch, num_splits):
     """Slots behind a sequence are NaN, so a length that is one too long shows in the output."""
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    cut_short_rows(monkeypatch)
     case = build_case(spec_of((300, 40), block_size=16))
     right = attend(case, num_splits=num_splits)
     assert right.isfinite().all()
@@ -152,15 +152,10 @@ def test_a_length_on_the_edge_of_a_split_is_exact():
 
 @cases("more", [-1, 0, 1], day=(1,))
 def test_a_length_on_the_edge_of_a_balanced_part_is_exact(monkeypatch, more):
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)
+    cut_short_rows(monkeypatch)
     lengths = (192 + more, 128 + more, 64)
-    listed = PartsOfStep().of(
-        torch.tensor(lengths),
-        target=target_parts(2, torch.device("cpu")),
-        tile=64,
-        window=0,
-        workspace=Workspace(),
-    )
+    room = Room(1, 3, 18_000, programs=1, tile=64, tile_bytes=65_536, partial_bytes=0)
+    listed = PartsOfStep().of(torch.tensor(lengths), room, 0, Workspace())
     assert {end * 64 for _, _, end, *_ in listed.entries.view(-1, 8)[:2].tolist()} == {
         128,
         192 if more < 1 else 256,

@@ -217,11 +217,3 @@ def test_what_they_serve_runs_on_triton(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     served = Demand(torch.bfloat16, torch.float8_e4m3fn, 7, 80)
     assert choose_backend("auto", "cuda", served) == ("triton", "")
-
-
-def test_a_decode_has_one_part_per_row_or_parts_that_the_device_balances(monkeypatch):
-    from paged_kernels.triton import launch
-
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    h100 = torch.device("cuda")
-    assert [launch.pick_splits((16_384,) * rows, 8, h100) for rows in (8, 33, 512)] == [None, 1, 1]

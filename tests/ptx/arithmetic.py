@@ -245,6 +245,22 @@ def _define_floats() -> None:
         define(f"{name}.bf16", "bf16", "bf16 bf16", _on_bf16(compute))
 
 
+def _define_doubles() -> None:
+    """float64, which the launch policy computes in."""
+
+    def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+        wide = np.longdouble
+        return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(np.float64)
+
+    for name, sources, compute in (
+        ("add", 2, np.add), ("mul", 2, np.multiply), ("fma.rn", 3, fused), ("div.rn", 2, np.divide),
+        ("sqrt.rn", 1, np.sqrt), ("copysign", 2, lambda sign, size: np.copysign(size, sign)),
+    ):  # fmt: skip
+        define(f"{name}.f64", "f64", " ".join(["f64"] * sources), compute)
+    for name, compare in COMPARISONS.items():
+        define(f"setp.{name}.f64", "pred", "f64 f64", _ordered(compare, unordered=False))
+
+
 def value_of(text: str, kind: str) -> np.ndarray:
     """A written number as [1, 1] of an operand type: integers, `0fXXXXXXXX` and `0dXXXXXXXXXXXXXXXX`."""
     dtype = np.dtype(NUMPY[kind])
@@ -264,3 +280,4 @@ def value_of(text: str, kind: str) -> np.ndarray:
 _define_integers()
 _define_bits()
 _define_floats()
+_define_doubles()

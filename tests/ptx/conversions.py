@@ -85,6 +85,7 @@ def _define() -> None:
             if source != result:
                 define(f"cvt.{result}.{source}", result, source, lambda a, t=NUMPY[result]: a.astype(t))
         define(f"cvt.rn.f32.{source}", "f32", source, lambda a: a.astype(np.float32))
+        define(f"cvt.rn.f64.{source}", "f64", source, lambda a: a.astype(np.float64))
     define("cvt.f32.bf16", "f32", "bf16", widen)
     define("cvt.f32.f16", "f32", "f16", lambda a: a.astype(np.float32))
     define("cvt.rn.f16.f32", "f16", "f32", lambda a: a.astype(np.float16))

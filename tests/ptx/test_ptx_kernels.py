@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 keeps Triton from compiling", allow_module_level=True)
 
-from interpreted_cases import halves, options_of
+from interpreted_cases import cut_short_rows, halves, options_of
 from ptx.interpreter import Machine
 from ptx.kernel_cases import TIGHT, PoisonedWorkspace, assert_exact, hostile, run_compiled
 from ptx.program import parse
@@ -30,7 +30,6 @@ from paged_kernels import (
     reshape_and_cache,
 )
 from paged_kernels.providers.case import exact_attention, relative_error
-from paged_kernels.triton import launch as triton_config
 
 TESTS = Path(__file__).resolve().parents[1]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,7 +40,7 @@ SPLITS = (1, 3, None)
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch):
-    monkeypatch.setattr(triton_config, "SPLIT_TOKENS", 64)  # so that `None` cuts short rows into parts
+    cut_short_rows(monkeypatch)  # so that `None` cuts short rows into parts
 
 
 def test_a_split_decode_of_compiled_code_equals_float64():

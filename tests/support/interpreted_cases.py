@@ -1,11 +1,46 @@
 """Small cases for Triton's interpreter, and their check against float64."""
 
+import random
+
 import torch
 
-from paged_kernels import paged_attention_decode, paged_attention_prefill
+from paged_kernels import launch_policy, paged_attention_decode, paged_attention_prefill
+from paged_kernels.launch_policy import Room
 from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
+from paged_kernels.triton import launch
 
 FP32 = torch.float32
+# multiprocessors, and programs of a decode of bfloat16 heads of 128 that one holds
+DEVICES = {
+    "a100": (108, 2),
+    "a10g": (80, 1),
+    "l40s": (142, 1),
+    "h100": (132, 3),
+    "b200": (148, 3),
+    "pro": (188, 1),
+}
+
+
+def cut_short_rows(monkeypatch):
+    """Let the launch policy cut rows of a few tiles: many multiprocessors, and parts that cost nothing to start."""
+    for name, value in {"SPLIT_TOKENS": 64, "START": 0, "MERGE": 0}.items():
+        monkeypatch.setattr(launch_policy, name, value)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 16)
+
+
+def random_batches(seed):
+    """A room and a batch of at most six rows, by device: (room, lengths, window)."""
+    draw = random.Random(seed)
+    found = {}
+    for name, (processors, held) in DEVICES.items():
+        room = Room(
+            processors, held, draw.choice((5_000, 18_000, 36_000)), draw.choice((1, 2, 8)), 64, 32_768, 2064
+        )
+        lengths = [
+            draw.choice((0, draw.randint(1, 600), draw.randint(1, 40_000))) for _ in range(draw.randint(1, 6))
+        ]
+        found[name] = room, lengths, draw.choice((0, 0, 100, 4096))
+    return found
 
 
 def spec_of(lengths, queries=(), **options):

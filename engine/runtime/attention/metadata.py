@@ -166,7 +166,7 @@ class TritonMetadata:
         self._run_cascade = triton_cascade.run_cascade
         self._layout, self._pool, self._workspace = layout, pool, workspace
         self._shared: dict[tuple[int, int, int], SharedStep | None] = {}
-        self._splits: dict[int, int | None] = {}
+        self._splits: dict[tuple[int, ...], int | None] = {}
         self._parts = PartsOfStep()
         self._tables = _int32(_widened(layout.tables), pool.device)
         self._lengths = _int32(layout.lengths, pool.device)
@@ -200,7 +200,7 @@ class TritonMetadata:
             arguments = (q, keys, values, *shared, scoring, out)
             self._run_cascade(*arguments, workspace=self._workspace, parts=self._parts)
             return
-        splits = self._one_part(keys.shape[2])
+        splits = self._one_part(q, keys, values, scoring.window)
         flat = (q, keys, values, self._tables, self._lengths, scoring, out, None, splits)
         self._run_decode(*flat, workspace=self._workspace, parts=self._parts)
 
@@ -214,14 +214,14 @@ class TritonMetadata:
             self._shared[shape] = share_step(*rows, size, token_bytes=token_bytes, group=group, device=device)
         return self._shared[shape]
 
-    def _one_part(self, kv_heads: int) -> int | None:
-        """1 where one part per row fills the device, which saves the second launch; None: the device decides."""
-        if kv_heads not in self._splits:
-            from paged_kernels.triton.launch import pick_splits
+    def _one_part(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> int | None:
+        """The parts of each row, found once for all layers of one kind; None: the device lists them."""
+        kind = (q.shape[1], *keys.shape[1:], values.shape[3], window)
+        if kind not in self._splits:
+            from paged_kernels.triton.decode import pick_splits
 
-            lengths = tuple(self._layout.lengths.tolist())
-            self._splits[kv_heads] = pick_splits(lengths, kv_heads, self._pool.device)
-        return self._splits[kv_heads]
+            self._splits[kind] = pick_splits(self._layout.lengths, q, keys, values, window)
+        return self._splits[kind]
 
 
 def _int32(values: IntArray, device: torch.device) -> torch.Tensor:

@@ -36,9 +36,8 @@ class Paged(Everywhere):
         batch, out, workspace = batch_of(case), output_of(case), Workspace()
         if backend_of(case) == "triton":
             from paged_kernels.triton.decode import PartsOfStep
-            from paged_kernels.triton.launch import pick_splits
 
-            splits = pick_splits(case.lengths, case.kv_heads, case.device) if case.decode else None
+            splits = splits_of(case) if case.decode else None
             arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
             return returning(out, partial(run_triton, *arguments))
         return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
@@ -87,10 +86,9 @@ class ContiguousDecode(Everywhere):
         if backend_of(case) != "triton":
             raise UnsupportedCaseError(f"{case.name} is served by torch, whose decode has no contiguous form")
         from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
-        from paged_kernels.triton.launch import pick_splits
 
         keys, values = contiguous_kv(case)
-        out, splits = output_of(case), pick_splits(case.lengths, case.kv_heads, case.device)
+        out, splits = output_of(case), splits_of(case)
         arguments = (case.q, keys, values, case.seq_lens, case.scoring, out, None, splits)
         return returning(
             out, partial(run_contiguous_decode, *arguments, workspace=Workspace(), parts=PartsOfStep())
@@ -154,6 +152,13 @@ def batch_of(case: Case) -> PagedBatch:
 def output_of(case: Case) -> torch.Tensor:
     """A buffer for the case's output."""
     return case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
+
+
+def splits_of(case: Case) -> int | None:
+    """The parts of each row that the Triton decode is launched with; None: the device lists them."""
+    from paged_kernels.triton.decode import pick_splits
+
+    return pick_splits(case.lengths, case.q, case.key_cache, case.value_cache, case.scoring.window)
 
 
 def backend_of(case: Case) -> str:

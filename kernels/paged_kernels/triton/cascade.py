@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.launch_policy import SPLIT_TOKENS
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
@@ -26,8 +27,6 @@ from paged_kernels.triton.decode import (
     prepare_launch,
 )
 from paged_kernels.triton.launch import (
-    MAX_SPLITS,
-    SPLIT_TOKENS,
     capability_of,
     chunks_of,
     multiprocessors,
@@ -155,6 +154,9 @@ def run_cascade(
     )  # fmt: skip
     launch_decode(launch, out, sums, direct=False)
     launch_combine(launch, out, sums, (part, part_lse, shared.group_ids), splits)
+
+
+MAX_SPLITS = 32  # of a prefix
 
 
 def pick_prefix_splits(programs: int, longest: int, device: torch.device) -> int:

@@ -17,6 +17,7 @@ from paged_kernels.triton import decode as triton_decode_kernel
 from paged_kernels.triton import prefill as triton_prefill_kernel
 from paged_kernels.triton import prefill_hopper as triton_hopper_prefill
 from paged_kernels.triton.cache import CHUNK
+from paged_kernels.triton.decode import ROOM
 from paged_kernels.triton.launch import (
     AttentionShape,
     Features,
@@ -30,6 +31,7 @@ from paged_kernels.triton.launch import (
     prefill_constants,
     prefix_config,
     prefix_constants,
+    room_of,
     store_constants,
 )
 
@@ -60,7 +62,7 @@ QUERIES = ("q", "out", "key", "value", "o_a", "o_b")
 _CACHES = "key_cache value_cache first_source second_source first_destination second_destination"
 FLOATS = frozenset({"scale", "softcap", "v_scale", "k_inverse", "v_inverse"})
 # Numbers without known divisibility. Every other number is a stride that the launcher has checked.
-FREE = frozenset({"window", "rows", "target", "sequences", "groups", "table_row", "limit"})
+FREE = frozenset({"window", "rows", "extra", *ROOM, "sequences", "groups", "table_row", "limit"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ def _decodes() -> Iterator[KernelConfiguration]:
     yield decode(_shape(128), path="contiguous")
     yield decode(_shape(128), splits=1)
     shape = _shape(128)
-    constants = plan_constants(rows=64, tile=decode_config(shape).tile, window=False)
+    constants = plan_constants(room_of(shape, torch.device("cpu")), rows=64, window=False)
     yield configuration("plan/rows64", triton_decode_kernel.plan_kernel, shape, constants, SMALL)
     constants = combine_constants(shape, PLAIN, splits=0)
     yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)

@@ -4,9 +4,10 @@ A program computes one part (split) of one sequence's keys for one KV head. A se
 to the output. `combine_kernel` merges the parts of others.
 
 The device lists the parts once per step, and every layer reads the list. It computes the number of parts of each row
-from the lengths: parts of nearly equal size, enough to fill the device. So one long sequence among short ones does not
-slow the batch down, and a captured graph follows lengths that change. A decode program reads one entry of the list. To
-compute it there, each program of each layer would read the lengths of all rows.
+from the lengths, by the launch policy (`paged_kernels.launch_policy`): parts of nearly equal size that fill the device
+in whole waves. So one long sequence among short ones does not slow the batch down, and a captured graph follows lengths
+that change. A decode program reads one entry of the list. To compute it there, each program of each layer would read
+the lengths of all rows.
 
 The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure the cost of paging.
 """
@@ -15,12 +16,14 @@ The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure th
 # mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.launch_policy import IntArray, Room, one_part
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.launch import (
@@ -33,23 +36,59 @@ from paged_kernels.triton.launch import (
     decode_config,
     decode_constants,
     plan_constants,
-    target_parts,
+    room_of,
 )
 from paged_kernels.triton.scan import as_operands, finished, joined, nothing_seen, scan_keys
 
+# numbers of the launch policy, all of one kernel: one specialisation for each would be compiled anew
+ROOM = ("multiprocessors", "seats", "latency", "programs", "tile_bytes", "partial_bytes")
 MAX_ROWS = 4096  # rows per launch: the program of a row reads the lengths of all of them
 
 
 @triton.jit
-def parts_of_rows(  # type: ignore[no-untyped-def]
-    length, real, window, target, TILE: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr
-):
-    """Number of parts of each row's keys, int32 as `length`: one at least, `rows + target` at most in all."""
+def tiles_of_rows(length, window, TILE: tl.constexpr, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Tiles of each row's keys that a window (if any) leaves, int32."""
     tiles = tl.cdiv(length, TILE)
     if HAS_WINDOW:
         tiles -= tl.maximum(length - window, 0) // TILE
-    share = tl.maximum(tl.cdiv(tl.sum(tiles, 0), target), MIN_TILES)
-    return tl.where(real, tl.maximum(tl.cdiv(tiles, share), 1), 0)
+    return tiles.to(tl.int32)
+
+
+@triton.jit
+def wave_cost(reading, working):  # type: ignore[no-untyped-def]
+    """The fourth root of the sum of both to the fourth."""
+    one, other = reading * reading, working * working
+    return tl.sqrt(tl.sqrt(one * one + other * other))
+
+
+@triton.jit
+def share_of_rows(  # type: ignore[no-untyped-def]
+    tiles, most, multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
+    MIN_TILES: tl.constexpr, MOST_PARTS: tl.constexpr, WAVES: tl.constexpr, START: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """Tiles of a part, as `paged_kernels.launch_policy.share_of`: at most `most` parts of all rows together."""
+    total, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
+    best = tl.maximum(longest, MIN_TILES)
+    least = tl.full([], float("inf"), tl.float64)
+    processors, pace = multiprocessors.to(tl.float64), latency.to(tl.float64)
+    for number in range(MOST_PARTS + WAVES):
+        filled = tl.maximum(seats * (number + 1 - MOST_PARTS) // programs, 1)
+        cut = tl.where(number < MOST_PARTS, tl.cdiv(longest, number + 1), tl.cdiv(total, filled))
+        share = tl.maximum(cut, MIN_TILES)
+        parts = tl.sum(tl.cdiv(tiles, share), 0)
+        launched = parts * programs
+        full = tl.maximum(launched - 1, 0) // seats
+        mean = total.to(tl.float64) / tl.maximum(parts, 1).to(tl.float64)
+        reading = mean * tile_bytes.to(tl.float64) / processors
+        cost = full.to(tl.float64) * wave_cost(reading * seats.to(tl.float64), (mean + START) * pace)
+        last = (launched - full * seats).to(tl.float64)
+        cost += wave_cost(reading * last, (share + START).to(tl.float64) * pace)
+        written = launched.to(tl.float64) * partial_bytes.to(tl.float64)
+        merged = MERGE * pace + 2.0 * written / processors
+        cost += tl.where(share < longest, merged, 0.0)
+        lower = (cost < least) & ((parts <= most) | (share >= longest))
+        best, least = tl.where(lower, share, best), tl.where(lower, cost, least)
+    return best
 
 
 @triton.jit
@@ -64,22 +103,27 @@ def share_of_part(length, split, parts, window, TILE: tl.constexpr, HAS_WINDOW: 
     return begin, tl.minimum(begin + share, last)
 
 
-@triton.jit(do_not_specialize=["window", "rows", "target"])
+@triton.jit(do_not_specialize=["window", "rows", "extra", *ROOM])
 def plan_kernel(  # type: ignore[no-untyped-def]
-    lengths, entries, spans, window, rows, target,
+    lengths, entries, spans, window, rows, extra,
+    multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
     ROWS_PAD: tl.constexpr, TILE: tl.constexpr, MIN_TILES: tl.constexpr, HAS_WINDOW: tl.constexpr,
     ENTRY: tl.constexpr, CHUNK: tl.constexpr,
+    MOST_PARTS: tl.constexpr, WAVES: tl.constexpr, START: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """The entries [rows + target, ENTRY] of one row's parts, and its span [2]: first part and number of parts.
+    """The entries [rows + extra, ENTRY] of one row's parts, and its span [2]: first part and number of parts.
 
     The program after the last row marks the entries that are left by the row number `rows`.
     """
     row = tl.program_id(0)
     index = tl.arange(0, ROWS_PAD)
     all_lengths = tl.load(lengths + index, mask=index < rows, other=0)
-    counts = parts_of_rows(all_lengths, index < rows, window, target, TILE, MIN_TILES, HAS_WINDOW).to(
-        tl.int32
-    )
+    tiles = tiles_of_rows(all_lengths, window, TILE, HAS_WINDOW)
+    share = share_of_rows(
+        tiles, rows + extra, multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
+        MIN_TILES, MOST_PARTS, WAVES, START, MERGE,
+    )  # fmt: skip
+    counts = tl.where(index < rows, tl.maximum(tl.cdiv(tiles, share), 1), 0)
     start = tl.sum(tl.where(index < row, counts, 0), 0)
     parts = tl.sum(tl.where(index == row, counts, 0), 0)
     length = tl.sum(tl.where(index == row, all_lengths, 0), 0)
@@ -87,7 +131,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
         tl.store(spans + 2 * row, start)
         tl.store(spans + 2 * row + 1, parts)
     else:
-        parts = rows + target - start
+        parts = rows + extra - start
     for first in range(0, parts, CHUNK):
         split = first + tl.arange(0, CHUNK)
         begin, end = share_of_part(length, split, parts, window, TILE, HAS_WINDOW)
@@ -102,7 +146,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
 class Parts(NamedTuple):
     """The parts of a batch of rows, on the device."""
 
-    entries: torch.Tensor  # int32 [rows + target, ENTRY], flat
+    entries: torch.Tensor  # int32 [rows + extra, ENTRY], flat
     spans: torch.Tensor  # int32 [rows, 2], flat: first part and number of parts
 
 
@@ -114,24 +158,23 @@ class PartsOfStep:
     """
 
     def __init__(self) -> None:
-        self._made: dict[tuple[int, ...], Parts] = {}
+        self._made: dict[tuple[int, int, int, Room], Parts] = {}
 
-    def of(
-        self, lengths: torch.Tensor, *, target: int, tile: int, window: int, workspace: Workspace
-    ) -> Parts:
-        """The parts of rows of `lengths` [rows], aimed at `target` parts in all beside one of each row."""
+    def of(self, lengths: torch.Tensor, room: Room, window: int, workspace: Workspace) -> Parts:
+        """The parts of rows of `lengths` [rows], as the launch policy cuts them."""
         rows = len(lengths)
-        key = (lengths.data_ptr(), rows, target, tile, window)
+        key = (lengths.data_ptr(), rows, window, room)
         if key not in self._made:
             # Each list of a step has a buffer of its own, so that none replaces another that is still read.
             number = len(self._made)
             made = Parts(
-                workspace.take(f"decode_list_{number}", (rows + target) * ENTRY, lengths, torch.int32),
+                workspace.take(f"decode_list_{number}", (rows + room.extra) * ENTRY, lengths, torch.int32),
                 workspace.take(f"decode_spans_{number}", 2 * rows, lengths, torch.int32),
             )
             plan_kernel[(rows + 1,)](
-                lengths, *made, window, rows, target,
-                **plan_constants(rows=rows, tile=tile, window=window > 0), num_warps=4,
+                lengths, *made, window, rows, room.extra,
+                room.multiprocessors, room.seats, room.latency, room.programs, room.tile_bytes, room.partial_bytes,
+                **plan_constants(room, rows=rows, window=window > 0), num_warps=4,
             )  # fmt: skip
             self._made[key] = made
         return self._made[key]
@@ -374,16 +417,28 @@ def prepare_launch(
     """Compute the shape, launch numbers and scratch buffers of one decode."""
     q, key_cache, value_cache, _, seq_lens = inputs
     shape = shape_of(q, key_cache, value_cache)
-    splits, target = num_splits or 0, target_parts(shape.kv_heads, q.device)
-    most = 0 if splits == 1 else len(q) * splits if splits else len(q) + target
+    splits, room = num_splits or 0, room_of(shape, q.device)
+    most = 0 if splits == 1 else len(q) * splits if splits else len(q) + room.extra
     scratch = workspace or Workspace()
     part = scratch.take("decode_parts", most * shape.heads * shape.dv, q, torch.float32)
     part_lse = scratch.take("decode_part_lse", most * shape.heads, q, torch.float32)
     features, config = Features.of(scoring, lse=lse), decode_config(shape)
     listed = Parts(seq_lens, seq_lens)  # not read
     if not splits:
-        listed = parts.of(seq_lens, target=target, tile=config.tile, window=scoring.window, workspace=scratch)
+        listed = parts.of(seq_lens, room, scoring.window, scratch)
     return DecodeLaunch(*inputs, scoring, shape, config, features, splits, listed, path, part, part_lse)
+
+
+def pick_splits(
+    lengths: Sequence[int] | IntArray,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    window: int = 0,
+) -> int | None:
+    """The `num_splits` of rows whose `lengths` the host knows: 1, or None where the device lists the parts."""
+    room = room_of(shape_of(q, key_cache, value_cache), q.device)
+    return one_part(lengths, room, window)
 
 
 def shape_of(q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> AttentionShape:

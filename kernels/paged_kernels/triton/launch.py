@@ -11,18 +11,18 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
+from paged_kernels import launch_policy as policy
+from paged_kernels.launch_policy import Room
 from paged_kernels.scoring import Scoring
 
 LOG2E = math.log2(math.e)
-SPLIT_TOKENS = 256  # keys that a part has at least; merging smaller parts costs more than it gains
-MAX_SPLITS = 32
 # Shared memory that one program may use, by compute capability. Source: CUDA C++ Programming Guide, Technical
 # Specifications per Compute Capability. The compiler does not check it.
 SHARED_BYTES = {80: 166_912, 86: 101_376, 87: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448}
 SHARED_BYTES |= {120: 101_376, 121: 101_376}
 ENTRY = 8  # numbers (int32) of one part in the list: row, first tile, last tile + 1, length, parts of the row
 PAIRS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-WAVES = 6  # parts per multiprocessor of a batch: three run at a time, and two rounds even out their lengths
+RESERVED = 1024  # bytes of shared memory that the system takes for each program, beside its own
 
 
 class LaunchConfig(NamedTuple):
@@ -171,25 +171,30 @@ def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
     return "scalar" if block_size % tile == 0 else "vector"
 
 
-def target_parts(kv_heads: int, device: torch.device) -> int:
-    """The number of parts per KV head that fills the device."""
-    return max(1, -(-WAVES * multiprocessors(device) // kv_heads))
+def resident(shape: AttentionShape, config: LaunchConfig, capability: int) -> int:
+    """Programs of the decode kernel that a multiprocessor holds: shared memory is what limits them.
 
-
-def pick_splits(lengths: tuple[int, ...], kv_heads: int, device: torch.device) -> int | None:
-    """1 where one part per row fills the device, which saves the second launch; None: the device balances the parts.
-
-    The lengths are known on the host. One part is enough for sequences of about equal length whose waves are nearly as
-    full as those of the best number of parts (the rule of FlashAttention-3). Other numbers are never fixed, because
-    each would be one more kernel to compile. The engine and what is timed beside other libraries both ask here.
+    They stage tiles of K and V, all but one of the `stages`, and queries, weights and a sum of their rows. This is what
+    the resource gate reads from the compiled kernels (`tests/paged_kernels/test_launch_policy.py`).
     """
-    if max(lengths) > 1.25 * sum(lengths) / len(lengths):
-        return None
-    programs, seats = len(lengths) * kv_heads, multiprocessors(device)
-    most = max(1, min(MAX_SPLITS, max(lengths) // SPLIT_TOKENS))
-    waves = [programs * splits / seats for splits in range(1, most + 1)]
-    fill = [wave / math.ceil(wave) for wave in waves]
-    return 1 if fill[0] >= 0.9 * max(fill) else None
+    numbers = padded(shape.dk) + padded(shape.dv)
+    staged = (config.stages - 1) * config.tile * numbers * shape.kv_dtype.itemsize
+    rows = config.rows * ((padded(shape.dk) + config.tile) * shape.dtype.itemsize + 4)
+    return max(1, (shared_bytes(capability) + RESERVED) // (staged + rows + RESERVED))
+
+
+def room_of(shape: AttentionShape, device: torch.device) -> Room:
+    """What the launch policy is told of a decode on a device."""
+    config, capability = decode_config(shape), capability_of(device)
+    return Room(
+        multiprocessors=multiprocessors(device),
+        resident=resident(shape, config, capability),
+        latency=policy.latency_bytes(device_name(device), capability),
+        programs=shape.kv_heads * chunks_of(shape, config),
+        tile=config.tile,
+        tile_bytes=config.tile * (shape.dk + shape.dv) * shape.kv_dtype.itemsize,
+        partial_bytes=4 * min(shape.group, config.rows) * (shape.dv + 1),
+    )
 
 
 @functools.cache
@@ -205,6 +210,12 @@ def capability_of(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a CUDA device; 1 for the interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    """The name of a CUDA device; "" for the interpreter."""
+    return str(torch.cuda.get_device_name(device)) if device.type == "cuda" else ""
 
 
 class Features(NamedTuple):
@@ -233,15 +244,19 @@ def decode_constants(
     return _common(shape, config, features, path) | parts | options
 
 
-def plan_constants(*, rows: int, tile: int, window: bool) -> dict[str, Any]:
+def plan_constants(room: Room, *, rows: int, window: bool) -> dict[str, Any]:
     """Constants of `plan_kernel`, which lists the parts of at most `rows` rows."""
     return {
         "ROWS_PAD": rows_pad(rows),
-        "TILE": tile,
-        "MIN_TILES": max(1, SPLIT_TOKENS // tile),  # of a part
+        "TILE": room.tile,
+        "MIN_TILES": room.least,  # of a part
         "HAS_WINDOW": window,
         "ENTRY": ENTRY,
         "CHUNK": 128,
+        "MOST_PARTS": policy.MOST_PARTS,
+        "WAVES": policy.WAVES,
+        "START": policy.START,
+        "MERGE": policy.MERGE,
     }
 
 
