@@ -165,7 +165,7 @@ def test_a_window_that_hides_the_prefix_keeps_the_batch_flat():
         def _run_cascade(self, *inputs, **options):
             pass
 
-        def _one_part(self, kv_heads):
+        def _one_part(self, *kind):
             return 1
 
         _tables = _lengths = None
@@ -216,7 +216,7 @@ def test_a_recording_refuses_more_rows_than_its_scratch_was_made_for():
 def decode_beside_nan(block, *, splits=None, width=1, monkeypatch):
     """Run a long prompt, make one block of its K and V NaN, and run a decode step; `splits` parts per row."""
     if splits is not None:
-        monkeypatch.setattr(kernels.TritonMetadata, "_one_part", lambda self, kv_heads: splits)
+        monkeypatch.setattr(kernels.TritonMetadata, "_one_part", lambda self, *kind: splits)
     scheduler = Scheduler(PagedManager(120, 4), SchedulerLimits(256, 32, max_model_len=64))
     runner = Runner(model(), num_blocks=120, block_size=4, audit="off", backend="triton")
     prompt = list(range(3, 14))
