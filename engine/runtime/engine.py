@@ -39,7 +39,7 @@ from engine.runtime.kv_pool import kv_dtype_of
 from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
 from engine.runtime.models.load import LoadedModel, demands_of
 from engine.runtime.options import EngineOptions, build_manager
-from engine.runtime.params import OutputKind, SamplingParams, is_whole
+from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
 from engine.runtime.requests import (
     FinishReason,
     RequestMetrics,
@@ -369,13 +369,14 @@ class Engine:
             raise RequestError(f"a request id is a string, not {request_id!r}")
         if not isinstance(params, SamplingParams):
             raise RequestError(f"request {request_id}: params are SamplingParams, not {params!r}")
+        params = params.clone()
         if not is_whole(priority):
             raise ParamsError("priority", f"{priority!r} is not a whole number")
         if request_id in self._states:
             raise RequestError(f"a request with the id {request_id!r} is already running or waiting")
         ids = truncated(encode_prompt(prompt, self.tokenizer), params, self.limits)
         most = check_prompt(ids, params, self.loaded, self.limits)
-        bad_words = encode_bad_words(params.bad_words, self.tokenizer)
+        bad_words = encode_bad_words(listed(params.bad_words), self.tokenizer)
         check_choices(params, bad_words, self.loaded)
         array, number = np.array(ids, dtype=np.int64), self._next
         if not isinstance(cache_salt, str):

@@ -1,18 +1,136 @@
-"""The Python interface for batches: give `LLM` a model and prompts, and get text and tokens."""
+"""The Python interface for batches: give `LLM` a model and prompts, and get text and tokens.
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+A script that was written for vLLM runs with its imports changed to this module: `BeamSearchParams`,
+`StructuredOutputsParams`, `RequestOutputKind`, `TextPrompt` and `TokensPrompt` are here too. What vLLM takes and
+PageTwin does not offer is refused by name.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from engine.runtime.engine import Engine, Prompt
-from engine.runtime.errors import PromptError, RequestError
+from engine.runtime.errors import EngineOptionError, ModelError, ParamsError, PromptError, RequestError
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
 from engine.runtime.options import options_of
-from engine.runtime.params import OutputKind, SamplingParams, is_whole
-from engine.runtime.requests import RequestOutput
-from engine.runtime.text import Tokenizer, chat_prompt, load_tokenizer
+from engine.runtime.params import OutputKind as RequestOutputKind
+from engine.runtime.params import SamplingParams, is_whole
+from engine.runtime.requests import RequestOutput, encode_prompt, truncated
+from engine.runtime.structured import StructuredOutputsParams
+from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
+
+__all__ = [
+    "LLM",
+    "BeamSearchParams",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+]
+log = logging.getLogger(__name__)
+
+_GENERATION = "generation_config.json"
+_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
+_FILES = (
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+)  # of a repository: nothing that can hold code
+_SAMPLING = (
+    *(
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+    ),
+    *("max_new_tokens", "skip_special_tokens"),
+)
+_REFUSED = {
+    **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), "this engine generates text"),
+    **dict.fromkeys(
+        ("collective_rpc", "apply_model"), "there are no workers; the model is `llm.loaded.model`"
+    ),
+    **dict.fromkeys(("sleep", "wake_up"), "delete the LLM to free its memory"),
+    **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around the calls"),
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "use `AsyncEngine`"),
+}
+
+
+class TextPrompt(TypedDict):
+    """A prompt of text. Only prompts of the same `cache_salt` find each other's blocks."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt of token ids; `prompt` is its text, for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
+
+
+Prompts = Prompt | TextPrompt | TokensPrompt
+Params = SamplingParams | Sequence[SamplingParams]
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """How `LLM.beam_search` continues a prompt, in vLLM's names."""
+
+    beam_width: int
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    length_penalty: float = 1.0
+    include_stop_str_in_output: bool = False
+
+    def sampling(self) -> SamplingParams:
+        """The parameters of the engine. Raises ParamsError."""
+        if self.temperature:
+            raise ParamsError(
+                "temperature", f"{self.temperature!r}: beam search takes no samples; leave it at 0"
+            )
+        return SamplingParams(
+            beam_width=self.beam_width,
+            temperature=0.0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            length_penalty=self.length_penalty,
+            early_stopping="never",
+            logprobs=0 if self.beam_width == 1 else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchSequence:
+    """One beam: the ids and the text of prompt and output, and the sum of the log-probabilities of its output."""
+
+    tokens: list[int]
+    cum_logprob: float
+    text: str | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BeamSearchOutput:
+    """The beams of a prompt, best first."""
+
+    sequences: list[BeamSearchSequence]
 
 
 class LLM:
@@ -22,57 +140,104 @@ class LLM:
         outputs = llm.generate(["The cat sat on"], SamplingParams(temperature=0.8, max_tokens=64))
         print(outputs[0].outputs[0].text)
 
-    `model` is a checkpoint directory, a `ModelSpec` (random weights of a given shape), or a loaded model. `dtype` holds
-    for checkpoint directories; `auto` is the checkpoint's own. Without `tokenizer`, the checkpoint's own is loaded;
-    without any, prompts are lists of token ids. A `draft` model proposes tokens that the model verifies (speculative
-    decoding). All other keywords are fields of `EngineOptions`, or vLLM's names for them (`options.py`). The prefix
-    cache is kept between calls. Raises ModelError for a model that cannot run, EngineOptionError for an option.
+    `model` is a checkpoint directory, the id of a model on the Hugging Face hub (its safetensors are fetched, or taken
+    from the local cache), a `ModelSpec` (random weights of a given shape), or a loaded model. `device` `auto` is a GPU
+    if there is one. `dtype` holds for checkpoints; `auto` is the checkpoint's own. Without `tokenizer` (an object, or
+    the path of one), the checkpoint's own is loaded; without any, prompts are lists of token ids. A `draft` model
+    proposes tokens that the model verifies (speculative decoding). Without sampling parameters a request takes those
+    of the checkpoint's generation_config.json (`generation_config="vllm"`: neutral ones). All other keywords are fields
+    of `EngineOptions`, or vLLM's names for them (`options.py`). The prefix cache is kept between calls.
+
+    Raises ModelError for a model that cannot run, EngineOptionError for an option.
     """
 
     def __init__(
         self,
         model: str | Path | ModelSpec | LoadedModel,
         *,
-        tokenizer: Tokenizer | None = None,
+        tokenizer: Tokenizer | str | Path | None = None,
         draft: ModelSpec | LoadedModel | None = None,
-        device: str = "cpu",
+        device: str = "auto",
         dtype: str = "auto",
+        skip_tokenizer_init: bool = False,
+        chat_template: str | Path | None = None,
+        generation_config: str = "auto",
+        override_generation_config: Mapping[str, Any] | None = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
+        download_dir: str | None = None,
+        hf_token: bool | str | None = None,
+        speculative_config: Mapping[str, Any] | None = None,
+        spec_model: str | None = None,
+        spec_tokens: int | None = None,
+        spec_method: str | None = None,
         **options: Any,
     ) -> None:
+        if spec_model or spec_tokens or spec_method:
+            spec = {"model": spec_model, "num_speculative_tokens": spec_tokens, "method": spec_method}
+            speculative_config = spec | dict(speculative_config or {})
+        if speculative_config:
+            draft, options["draft_tokens"] = _draft_of(speculative_config, draft)
         engine_options = options_of(options)
+        hub = {"cache_dir": download_dir, "token": hf_token}
+        path = None
         if isinstance(model, str | Path):
-            if dtype == "auto":
-                dtype = checkpoint_dtype(str(model))
-            model = ModelSpec(name=Path(model).name, path=str(model), dtype=dtype)
+            path = checkpoint_folder(model, revision=revision, **hub)
+            kind = checkpoint_dtype(path) if dtype == "auto" else _DTYPES.get(dtype, dtype)
+            model = ModelSpec(name=Path(path).name, path=path, dtype=kind)
         if isinstance(model, ModelSpec):
-            if tokenizer is None and model.path is not None and has_tokenizer(model.path):
-                tokenizer = load_tokenizer(model.path)
-            model = load_model(model, device=device)
+            path = model.path
+            model = load_model(model, device=_device(device))
+        if tokenizer is None and path is not None and has_tokenizer(path) and not skip_tokenizer_init:
+            tokenizer = path
+        elif isinstance(tokenizer, str | Path):
+            tokenizer = checkpoint_folder(tokenizer, revision=tokenizer_revision, **hub)
+        tokens = load_tokenizer(str(tokenizer)) if isinstance(tokenizer, str | Path) else tokenizer
         self.loaded = model
         if isinstance(draft, ModelSpec):
-            draft = load_model(draft, device=device)
-        self.engine = Engine(model, engine_options, tokenizer=tokenizer, draft=draft)
+            draft = load_model(draft, device=str(model.device))
+        self.engine = Engine(model, engine_options, tokenizer=tokens, draft=draft)
         self.scheduler = self.engine.scheduler
         self.runner = self.engine.runner
+        self._template = template_text(chat_template)
+        self._defaults = sampling_defaults(path, generation_config) | _translated(
+            override_generation_config or {}
+        )
         self._next_id = 0
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompts | Sequence[Prompts],
+        sampling_params: Params | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        priority: int | Sequence[int] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
-        """Continue prompts, each a text or a list of token ids. Returns one output per prompt, in the same order.
+        """Continue prompts. Returns one output per prompt, in the same order.
 
-        `params` is one `SamplingParams` for all prompts, or one per prompt. Raises RequestError and NeverFitsError
-        before any request runs, and the error of the first request that failed.
+        A prompt is a text, a list of token ids, a `TextPrompt` or a `TokensPrompt`. `sampling_params` is one
+        `SamplingParams` for all prompts, or one per prompt; `max_tokens` ends where the model's longest sequence ends.
+        `priority` is for `scheduling_policy="priority"`. On a terminal a bar shows the progress.
+
+        Raises RequestError and NeverFitsError before any request runs, and the error of the first that failed.
         """
-        batch = _prompt_list(prompts)
-        each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(batch)
-        if len(each) != len(batch):
-            raise RequestError(f"{len(each)} parameters for {len(batch)} prompts")
-        ids = self._submit(batch, each)
-        finished = {output.request_id: output for output in self.engine.run() if output.finished}
-        outputs = [finished[request_id] for request_id in ids]
+        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        batch = [_described(one, number) for number, one in enumerate(_prompt_list(prompts))]
+        params = [self.get_default_sampling_params()] if sampling_params is None else sampling_params
+        each = _spread("sampling_params", params, len(batch))
+        ids = self._submit(
+            batch, each, _spread("priority", priority or 0, len(batch)), tokenization_kwargs or {}
+        )
+        finished: dict[str, RequestOutput] = {}
+        with _progress(use_tqdm, len(batch)) as advance:
+            for output in self.engine.run():
+                if output.finished:
+                    finished[output.request_id] = output
+                    advance(1)
+        outputs = [replace(finished[key], prompt=one.text) for key, one in zip(ids, batch, strict=True)]
         for output in outputs:
             if output.error is not None:
                 raise output.error
@@ -80,17 +245,29 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: Params | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        priority: int | Sequence[int] | None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several: messages with `role` and `content`, written by the model's chat template.
 
-        Raises TokenizerError if the template cannot write them, and what `generate` raises.
+        `tools` are given to the template. Raises TokenizerError if the template cannot write the messages, and what
+        `generate` raises.
         """
+        if chat_template_content_format not in ("auto", "string"):
+            raise ParamsError(
+                "chat_template_content_format", "contents are texts: only auto and string are offered"
+            )
         prompts = [
             chat_prompt(
                 self.engine.tokenizer,
@@ -98,27 +275,271 @@ class LLM:
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
                 template_values=chat_template_kwargs,
+                chat_template=chat_template or self._template,
+                tools=tools,
             )
             for conversation in _conversations(messages)
         ]
-        return self.generate(prompts, params)
+        return self.generate(
+            prompts,
+            sampling_params,
+            use_tqdm=use_tqdm,
+            priority=priority,
+            lora_request=lora_request,
+            tokenization_kwargs=tokenization_kwargs,
+            mm_processor_kwargs=mm_processor_kwargs,
+        )
 
-    def _submit(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+    def beam_search(
+        self,
+        prompts: Sequence[Prompts],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        concurrency_limit: int | None = None,
+        priority: int | Sequence[int] | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The best `beam_width` sequences of each prompt, those of transformers' beam search that never stops early.
+
+        `concurrency_limit` is the most prompts at a time. Raises what `generate` raises.
+        """
+        batch, sampling = _prompt_list(prompts), params.sampling()
+        width = concurrency_limit or max(1, len(batch))
+        order = _spread("priority", priority or 0, len(batch))
+        outputs: list[RequestOutput] = []
+        for start in range(0, len(batch), width):
+            part, levels = batch[start : start + width], order[start : start + width]
+            outputs += self.generate(
+                part, sampling, use_tqdm=use_tqdm, priority=levels, lora_request=lora_request
+            )
+        return [self._beams(output, params.length_penalty) for output in outputs]
+
+    def _beams(self, output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
+        sequences = []
+        for one in output.outputs:
+            ids = [*output.prompt_token_ids, *one.token_ids]
+            score = one.cumulative_logprob
+            if score is None:
+                score = one.score * float(len(one.token_ids)) ** length_penalty
+            text = (
+                None if self.engine.tokenizer is None else decode_ids(self.engine.tokenizer, ids, skip=True)
+            )
+            sequences.append(BeamSearchSequence(ids, score, text, one.finish_reason, one.stop_reason))
+        return BeamSearchOutput(sequences)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer. Raises ModelError if there is none."""
+        if self.engine.tokenizer is None:
+            raise ModelError("there is no tokenizer: prompts are lists of token ids")
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The parameters of a request that gives none."""
+        return SamplingParams(**self._defaults)
+
+    def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Let no later request find a block that was filled before now."""
+        self.engine.reset_prefix_cache()
+        return True
+
+    def __getattr__(self, name: str) -> Any:
+        reason = _REFUSED.get(name)
+        raise AttributeError(f"LLM.{name}: vLLM has it, but {reason}" if reason else f"LLM has no {name!r}")
+
+    def _submit(
+        self,
+        prompts: Sequence["_Described"],
+        params: Sequence[SamplingParams],
+        priorities: Sequence[int],
+        encoding: Mapping[str, Any],
+    ) -> list[str]:
         """Queue all requests, or none if one is refused. Returns their ids."""
-        ids: list[str] = []
+        queued: list[str] = []
         try:
-            for prompt, one in zip(prompts, params, strict=True):
+            for prompt, one, priority in zip(prompts, params, priorities, strict=True):
+                if not isinstance(one, SamplingParams):
+                    raise RequestError(f"sampling_params are SamplingParams, not {one!r}")
+                ids = prompt.ids or encode_prompt(prompt.text or "", self.engine.tokenizer, **encoding)
                 request_id = f"llm-{self._next_id}"
-                final = replace(one, output_kind=OutputKind.FINAL)  # one output, at the end
-                self.engine.add_request(request_id, prompt, final)
+                self.engine.add_request(
+                    *(request_id, ids, self._bounded(one, ids)), priority=priority, cache_salt=prompt.salt
+                )
                 self._next_id += 1
-                ids.append(request_id)
+                queued.append(request_id)
         except Exception:
-            for request_id in ids:
+            for request_id in queued:
                 self.engine.abort(request_id)
             self.engine.step()
             raise
-        return ids
+        return queued
+
+    def _bounded(self, params: SamplingParams, ids: list[int]) -> SamplingParams:
+        """The parameters with one output at the end, which ends where the longest sequence does, as in vLLM."""
+        longest = self.engine.limits.max_model_len or self.loaded.max_position
+        room = longest - len(truncated(ids, params, self.engine.limits))
+        most = params.max_tokens
+        if most is not None and 0 < room < most:
+            params = replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
+        return replace(params, output_kind=RequestOutputKind.FINAL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A prompt as it was given: its text, its ids or both, and the salt of its blocks."""
+
+    text: str | None
+    ids: list[int] | None = None
+    salt: str = ""
+
+
+def _described(prompt: Any, number: int) -> _Described:
+    """Raises PromptError for what is no prompt."""
+    if isinstance(prompt, str):
+        return _Described(prompt)
+    if isinstance(prompt, Mapping):
+        unknown = sorted(prompt.keys() - {"prompt", "prompt_token_ids", "cache_salt"})
+        unknown = [name for name in unknown if prompt[name] is not None]
+        text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if unknown or not isinstance(text, str | None) or (text is None and ids is None):
+            raise PromptError(
+                f"prompt {number} is a mapping with {', '.join(map(str, prompt)) or 'nothing'}: it holds `prompt` "
+                "(a text) or `prompt_token_ids`, and `cache_salt` where it has one; nothing else is offered here"
+            )
+        return _Described(text, None if ids is None else _ids(ids, number), prompt.get("cache_salt") or "")
+    return _Described(None, _ids(prompt, number))
+
+
+def _ids(values: Any, number: int) -> list[int]:
+    if isinstance(values, bytes) or not isinstance(values, Iterable):
+        raise PromptError(
+            f"prompt {number} is {values!r}: a prompt is a text, a list of token ids, or a mapping with one of them, "
+            "and a list of prompts holds nothing else"
+        )
+    return encode_prompt(list(values), None)
+
+
+def _prompt_list(prompts: Any) -> list[Any]:
+    """A single prompt becomes a list of one prompt. Raises PromptError for what holds no prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise PromptError(
+            f"prompts are texts, lists of token ids, or mappings with one of them, not {prompts!r}"
+        )
+    each: list[Any] = list(prompts)
+    return [each] if each and all(map(is_whole, each)) else each
+
+
+def _spread(name: str, given: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one for each. Raises RequestError where their numbers differ."""
+    each = list(given) if isinstance(given, Sequence) else [given] * count
+    if len(each) == 1 and isinstance(each[0], SamplingParams) and count != 1 and name == "sampling_params":
+        each *= count
+    if len(each) != count:
+        raise RequestError(f"{name}: {len(each)} of them for {count} prompts")
+    return each
+
+
+def _refuse(**given: object) -> None:
+    """Raise ParamsError for arguments of vLLM that ask for what is not offered."""
+    for name, value in given.items():
+        if value:
+            raise ParamsError(name, "is not offered here; leave it out")
+
+
+@contextmanager
+def _progress(asked: bool | Callable[..., Any], prompts: int) -> Iterator[Callable[[int], Any]]:
+    """A bar over the prompts: `asked` makes it, or is whether there is one. Away from a terminal there is none."""
+    from tqdm.auto import tqdm
+
+    make = asked if callable(asked) else partial(tqdm, disable=None if asked else True)
+    with make(total=prompts, desc="Processed prompts") as bar:
+        yield bar.update
+
+
+def _device(name: str) -> str:
+    import torch
+
+    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+
+
+def _draft_of(config: Mapping[str, Any], draft: Any) -> tuple[ModelSpec, int]:
+    """The draft model and its tokens a step, from vLLM's `speculative_config`. Raises EngineOptionError."""
+    known = {"model", "num_speculative_tokens", "method"}
+    model, tokens = config.get("model"), config.get("num_speculative_tokens")
+    if (
+        config.get("method") not in (None, "draft_model")
+        or config.keys() - known
+        or not isinstance(model, str)
+    ):
+        reason = (
+            "a draft model's checkpoint (model) and num_speculative_tokens are offered, and no other method"
+        )
+        raise EngineOptionError(f"speculative_config: {dict(config)!r}: {reason}")
+    if draft is not None or not is_whole(tokens):
+        reason = "given beside draft" if draft is not None else f"num_speculative_tokens is {tokens!r}"
+        raise EngineOptionError(f"speculative_config: {reason}")
+    path = checkpoint_folder(model)
+    return ModelSpec(name=Path(path).name, path=path, dtype=checkpoint_dtype(path)), int(str(tokens))
+
+
+def checkpoint_folder(model: str | Path, **hub: Any) -> str:
+    """The directory of a checkpoint: `model` itself, or the files of that id on the Hugging Face hub.
+
+    Of a repository its safetensors, tokenizer and configurations are fetched, and nothing that can hold code. `hub` are
+    arguments of `huggingface_hub.snapshot_download`. Raises ModelError.
+    """
+    text = str(model)
+    if Path(text).expanduser().exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        return text
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(text, allow_patterns=list(_FILES), **hub))
+    except Exception as error:  # of the network, the cache or the hub
+        raise ModelError(f"{text} is no directory, and the hub does not give it: {error}") from error
+
+
+def template_text(template: str | Path | None) -> str | None:
+    """A chat template, given as a text or as the path of a file. Raises ModelError."""
+    if template is None or (isinstance(template, str) and ("{" in template or "\n" in template)):
+        return None if template is None else str(template)
+    try:
+        return Path(template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(f"chat_template: {template}: {error}") from error
+
+
+def sampling_defaults(path: str | None, source: str = "auto") -> dict[str, Any]:
+    """Sampling parameters of requests that name none: those of a checkpoint's generation_config.json, as in vLLM.
+
+    `source` `vllm` gives none, and a directory gives its own file. Raises ModelError for a file that cannot be read.
+    """
+    folder = Path(path or "" if source == "auto" else source).expanduser()
+    if source == "vllm" or (source == "auto" and (path is None or not (folder / _GENERATION).exists())):
+        return {}
+    from transformers import GenerationConfig
+
+    try:
+        found = GenerationConfig.from_pretrained(str(folder), local_files_only=True).to_diff_dict()
+        defaults = _translated({name: found[name] for name in _SAMPLING if found.get(name) is not None})
+    except Exception as error:  # of the file's JSON and of its values
+        raise ModelError(
+            f"{folder / _GENERATION}: {error}; generation_config='vllm' leaves it out"
+        ) from error
+    if defaults:
+        said = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        log.info("default sampling parameters of %s: %s", folder / _GENERATION, said)
+    return defaults
+
+
+def _translated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a generation configuration as fields of `SamplingParams`. Raises ParamsError for a wrong one."""
+    found = {"max_tokens" if name == "max_new_tokens" else name: value for name, value in given.items()}
+    if wrong := sorted(found.keys() - {field.name for field in fields(SamplingParams)}):
+        raise ParamsError(wrong[0], "is no sampling parameter")
+    SamplingParams(**found)
+    return found
 
 
 def has_tokenizer(path: str) -> bool:
@@ -127,43 +548,28 @@ def has_tokenizer(path: str) -> bool:
     return any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
 
 
-def _conversations(
-    messages: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
-) -> list[Sequence[Mapping[str, str]]]:
-    """A single conversation becomes a list of one. Raises PromptError for what is none."""
+def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """A single conversation becomes a list of one; parts of text become one text. Raises PromptError."""
     each: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
     found: list[Any] = [each] if each and all(isinstance(one, Mapping) for one in each) else each
     for conversation in found or [None]:
-        written = (
-            isinstance(conversation, list | tuple) and conversation and all(map(_is_message, conversation))
-        )
-        if not written:
+        if not isinstance(conversation, list | tuple) or not conversation:
             raise PromptError(
-                f"a conversation is a list of messages with the texts `role` and `content`, not {conversation!r}"
+                f"a conversation is a list of messages with `role` and `content`, not {conversation!r}"
             )
-    return found
+    return [[_message(one) for one in conversation] for conversation in found]
 
 
-def _is_message(message: object) -> bool:
-    return isinstance(message, Mapping) and all(
-        isinstance(message.get(key), str) for key in ("role", "content")
-    )
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A single prompt becomes a list of one prompt. Raises PromptError for anything else than prompts."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
-        raise PromptError(f"prompts are texts or lists of token ids, not {prompts!r}")
-    each: list[Any] = list(prompts)
-    ids = [one for one in each if is_whole(one)]
-    if ids and len(ids) == len(each):
-        return [ids]
-    for number, one in enumerate(each):
-        if isinstance(one, bytes | Mapping) or not isinstance(one, str | Iterable):
-            raise PromptError(
-                f"prompt {number} is {one!r}: a prompt is a text or a list of token ids, and a list of prompts holds "
-                "nothing else"
-            )
-    return each
+def _message(message: Any) -> dict[str, Any]:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    if isinstance(content, list | tuple) and all(
+        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        content = "".join(part["text"] for part in content)
+    calls = isinstance(message, Mapping) and message.get("tool_calls")
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise PromptError(f"a message has the texts `role` and `content`, not {message!r}")
+    if not isinstance(content, str) and not (content is None and calls):
+        raise PromptError(f"the content of a message is a text, or parts of type text, not {content!r}")
+    return {**message, "content": content}

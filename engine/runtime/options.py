@@ -8,6 +8,7 @@ says what PageTwin does anyway is taken. Everything else is refused by name: an 
 make a measurement worthless.
 """
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from enum import StrEnum
@@ -31,6 +32,8 @@ from engine.runtime.errors import EngineOptionError
 if TYPE_CHECKING:
     from engine.core.memory.manager import KVCacheManager
     from engine.core.scheduling.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 MakeScheduler = Callable[[int, SchedulerLimits], "Scheduler"]
 
@@ -206,22 +209,59 @@ _LIMITS = {
 }
 _RENAMED = {theirs: ours for ours, theirs in VLLM_NAMES.items() if ours in _KNOWN}
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for nothing that is not done anyway
-    "tensor_parallel_size": (1,),
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "trust_remote_code": (False,),
-    "quantization": (None,),
-    "enable_lora": (False,),
-    "swap_space": (0, 4),  # GiB: vLLM's default, which its present engine does not use
-    "cpu_offload_gb": (0,),
-    "disable_log_stats": (True, False),
-    "skip_tokenizer_init": (False,),
-    "tokenizer_mode": ("auto",),
+    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
+    **dict.fromkeys(
+        ("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)
+    ),
+    **dict.fromkeys(
+        ("enable_return_routed_experts", "return_sampling_mask", "disable_sliding_window"), (False,)
+    ),
+    **dict.fromkeys(("task", "runner"), (None, "auto", "generate")),
+    **dict.fromkeys(("convert", "config_format"), (None, "auto", "none", "hf")),
+    **dict.fromkeys(("quantization", "quantization_config", "pooler_config", "profiler_config"), (None,)),
+    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "offload_params"), (None,)),
+    **dict.fromkeys(("hf_overrides", "logits_processors", "mm_processor_kwargs"), (None, {}, [])),
+    **dict.fromkeys(("limit_mm_per_prompt", "allowed_media_domains"), (None, {}, [])),
+    **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), (0,)),
+    "swap_space": (0, 4),  # GiB: vLLM's default of before, which its present engine does not use
+    "allowed_local_media_path": (None, ""),
+    "tokenizer_mode": ("auto", "hf"),
     "load_format": ("auto", "safetensors"),
-    "task": (None, "auto", "generate"),
-    "runner": (None, "auto", "generate"),
-    "speculative_config": (None,),
+    "logprobs_mode": ("raw_logprobs",),
+    "reasoning_parser": (None, ""),
+    "max_logprobs": (None, *range(21)),
 }
+_WITHOUT_EFFECT = (
+    *(
+        "async_scheduling",
+        "attention_backend",
+        "attention_config",
+        "compilation_config",
+        "disable_cascade_attn",
+    ),
+    *(
+        "disable_custom_all_reduce",
+        "disable_log_requests",
+        "disable_log_stats",
+        "distributed_executor_backend",
+    ),
+    *(
+        "guided_decoding_backend",
+        "max_cpu_loras",
+        "max_lora_rank",
+        "max_loras",
+        "max_parallel_loading_workers",
+    ),
+    *(
+        "model_impl",
+        "offload_num_in_group",
+        "offload_prefetch_step",
+        "optimization_level",
+        "served_model_name",
+    ),
+    *("structured_outputs_config", "use_tqdm_on_load"),
+)
+"""Names that change how vLLM runs or what it logs, and no token: taken, and the log says that they do nothing."""
 _VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": "xxh3_128"}}
 
 
@@ -241,13 +281,15 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
         elif name == "num_gpu_blocks_override":
             if value is not None:
                 ours["pool_tokens"] = value * given.get("block_size", EngineOptions().block_size)
+        elif name in _WITHOUT_EFFECT:
+            log.info("%s=%r has no effect here", name, value)
         elif name not in _ONLY:
             vllm = sorted({*_RENAMED, *_LIMITS, "enforce_eager", "num_gpu_blocks_override"} - _KNOWN)
             raise EngineOptionError(
                 f"{name}: there is no such option; there are {', '.join(sorted(_KNOWN))}, and vLLM's {', '.join(vllm)}"
             )
         elif value not in _ONLY[name]:
-            allowed = " or ".join(map(repr, _ONLY[name]))
+            allowed = " or ".join(map(repr, _ONLY[name][:4]))
             raise EngineOptionError(f"{name}: {value!r} is not offered here, only {allowed}")
     options = EngineOptions(**ours)
     return replace(options, limits=_limits(options, limits)) if limits else options

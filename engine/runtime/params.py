@@ -5,11 +5,11 @@ Users set `SamplingParams`, whose fields have the same names as in vLLM. `Sampli
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
 from numbers import Integral
-from typing import Literal
+from typing import Any, Literal
 
 from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError
@@ -80,11 +80,43 @@ class OutputKind(StrEnum):
     CUMULATIVE = "cumulative"  # after every token: all tokens so far
     DELTA = "delta"  # after every token: the new tokens
     FINAL = "final"  # once, at the end: all tokens
+    FINAL_ONLY = "final"  # the same, as vLLM calls it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # vLLM's other fields, with the values that ask for nothing
+    "watermarking": (None, False),
+    "prompt_logprob_token_ids": (None,),
+    "prompt_logprob_start": (None,),
+    "logprob_token_ids": (None,),
+    "flat_logprobs": (False,),
+    "spaces_between_special_tokens": (True,),
+    "stream_interval": (None,),
+    "skip_clone": (False, True),
+    "output_text_buffer_length": (0,),
+    "extra_args": (None, {}),
+    "skip_reading_prefix_cache": (None, False),
+    "thinking_token_budget": (None,),
+    "repetition_detection": (None,),
+    "routed_experts_prompt_start": (0,),
+    "trace_decode_token_ids": (None,),
+}
+
+
+class _TakesVllm(type):
+    """Takes vLLM's other fields where they ask for nothing, and refuses them by name where they do."""
+
+    def __call__(cls, **given: Any) -> Any:
+        for name in _NEUTRAL.keys() & given.keys():
+            if (value := given.pop(name)) not in _NEUTRAL[name]:
+                raise ParamsError(name, f"{value!r} is not offered here; leave it out")
+        return super().__call__(**given)
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams(metaclass=_TakesVllm):
     """How to continue a prompt. Raises ParamsError, which names the field, for invalid values.
+
+    Fields may be set later, as vLLM's: they are checked again when a request is added, which keeps a copy.
 
     `temperature` 0 takes the most likely token; a higher one draws `n` samples. `beam_width` above 1 runs beam search
     as transformers does, without sampling, and returns all beams. A sequence ends with an end token of the model
@@ -99,8 +131,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None  # None: the engine's seed and the number of the request
     max_tokens: int | None = 16  # None: as many as the model allows
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     logprobs: int | None = None  # how many of the most likely tokens to report at each position
@@ -112,7 +144,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # subtracted once for a token that was generated
     logit_bias: Mapping[int, float] | None = None  # added to logits, by token id
     allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()  # texts that must not appear in the output
+    bad_words: Sequence[str] | None = None  # texts that must not appear in the output
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
     # keep only so many last tokens of the prompt; -1: as many as fit
@@ -120,15 +152,26 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     output_kind: OutputKind = OutputKind.CUMULATIVE
-    stops: tuple[str, ...] = field(init=False, repr=False)  # `stop` as a tuple
 
     def __post_init__(self) -> None:
         check_types(self)
-        object.__setattr__(self, "stops", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        object.__setattr__(self, "output_kind", OutputKind(self.output_kind))
+        self.output_kind = OutputKind(self.output_kind)
         self._check_ranges()
         self._check_combinations()
+
+    @classmethod
+    def from_optional(cls, **given: Any) -> "SamplingParams":
+        """The parameters, with the default of each number that is given as None."""
+        return cls(**{name: one for name, one in given.items() if one is not None or name in _OPTIONAL})
+
+    def clone(self) -> "SamplingParams":
+        """A checked copy. Raises ParamsError for what was set since."""
+        return replace(self)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(listed(self.stop))
 
     def _check_ranges(self) -> None:
         for name, low, high in (
@@ -170,7 +213,8 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             empty = "is empty: no token could be chosen; leave it out to allow all"
             raise ParamsError("allowed_token_ids", empty)
-        if len(self.bad_words) > MAX_BAD_WORDS or not all(self.bad_words):
+        words = listed(self.bad_words)
+        if len(words) > MAX_BAD_WORDS or not all(words):
             raise ParamsError("bad_words", f"must be at most {MAX_BAD_WORDS} texts, none of them empty")
         if self.truncate_prompt_tokens == 0:
             nothing = "0 would leave no prompt; give -1 or a number of at least 1"
@@ -244,7 +288,7 @@ class SamplingParams:
             top_p=self.top_p,
             min_p=self.min_p,
             seed=self.seed,
-            end_ids=frozenset([*ends, *self.stop_token_ids]),
+            end_ids=frozenset([*ends, *listed(self.stop_token_ids)]),
             logprobs=self.logprobs,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
@@ -288,16 +332,21 @@ def check_types(params: SamplingParams) -> None:
     words = partial(_is_list_of, fits=lambda one: isinstance(one, str))
     ids = partial(_is_list_of, fits=is_whole)
     for name, fits, wanted in (
-        ("stop", isinstance(stop, str) or words(stop), "a string or a list of strings"),
-        ("stop_token_ids", ids(params.stop_token_ids), "a list of whole numbers"),
+        ("stop", stop is None or isinstance(stop, str) or words(stop), "a string or a list of strings"),
+        ("stop_token_ids", ids(listed(params.stop_token_ids)), "a list of whole numbers"),
         ("logit_bias", bias is None or isinstance(bias, Mapping), "a mapping from token ids to numbers"),
         ("allowed_token_ids", tokens is None or ids(tokens), "a list of whole numbers"),
-        ("bad_words", words(params.bad_words), "a list of strings"),
+        ("bad_words", words(listed(params.bad_words)), "a list of strings"),
         ("structured_outputs", isinstance(form, StructuredOutputsParams | None), "StructuredOutputsParams"),
         ("output_kind", params.output_kind in tuple(OutputKind), f"one of {', '.join(OutputKind)}"),
     ):
         if not fits:
             raise ParamsError(name, f"{getattr(params, name)!r} is not {wanted}")
+
+
+def listed(values: Any) -> Any:
+    """The values, or none where a field is None."""
+    return () if values is None else values
 
 
 def is_whole(value: object) -> bool:

@@ -5,16 +5,17 @@ and how much was already reported. `RequestOutput` is what the user gets.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal
 
 from engine.core.identity import TokenIdentity
 from engine.core.options import Decoding, SchedulerLimits
 from engine.runtime.decoding.generation import Generation, TokenLogprobs
 from engine.runtime.errors import ParamsError, PromptError, TokenizerError
 from engine.runtime.models.load import LoadedModel
-from engine.runtime.params import OutputKind, SamplingParams, is_whole
-from engine.runtime.text import Detokenizer, Tokenizer, find_stop
+from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
+from engine.runtime.text import Detokenizer, Tokenizer, decode_ids, find_stop
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -82,6 +83,10 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None  # None while the sequence grows
     stop_reason: str | int | None = None  # the stop string or token that ended it
 
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
     @property
     def cumulative_logprob(self) -> float | None:
         """Sum of the log-probabilities of `token_ids`; None unless they were asked for."""
@@ -101,9 +106,17 @@ class RequestOutput:
     error: Exception | None = field(default=None)
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None  # one per prompt token, None for the first
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens found in the prefix cache, under vLLM's name."""
+        return self.metrics.cached_tokens
 
-def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> list[int]:
-    """The token ids of a prompt. Raises PromptError, or TokenizerError if the tokenizer fails on a text."""
+
+def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None, **encoding: Any) -> list[int]:
+    """The token ids of a prompt; `encoding` is for the tokenizer's `encode`.
+
+    Raises PromptError, or TokenizerError if the tokenizer fails on a text.
+    """
     if not isinstance(prompt, str):
         if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise PromptError(f"a prompt is a text or a list of token ids, not {prompt!r}")
@@ -114,7 +127,7 @@ def encode_prompt(prompt: str | Sequence[int], tokenizer: Tokenizer | None) -> l
     if tokenizer is None:
         raise TokenizerError("this engine has no tokenizer: give the prompt as token ids")
     try:
-        return list(tokenizer.encode(prompt))
+        return list(tokenizer.encode(prompt, **encoding))
     except Exception as error:
         raise TokenizerError(f"the tokenizer cannot encode the prompt: {error}") from error
 
@@ -204,7 +217,7 @@ def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerL
         raise ParamsError(field, f"{params.width} sequences; this engine runs {most} at most")
     if params.logprobs is not None and params.logprobs > loaded.vocab_size:
         raise ParamsError("logprobs", f"{params.logprobs}, but the vocabulary has {loaded.vocab_size}")
-    for token in params.stop_token_ids:
+    for token in listed(params.stop_token_ids):
         if not 0 <= token < loaded.vocab_size:
             raise ParamsError("stop_token_ids", f"{token} is outside of the vocabulary")
 
@@ -312,7 +325,7 @@ class RequestState:
         outputs = self._beams(finished, reason) if self._is_beam else self._branches(finished, reason)
         scored: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
-            scored = [None, *self.generation.prompt_logprobs]
+            scored = [None, *self._named(self.generation.prompt_logprobs)]
         return RequestOutput(
             self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error, scored
         )
@@ -350,9 +363,14 @@ class RequestState:
         self._reported[branch] = _Reported(len(ids), len(text))
         logprobs: list[TokenLogprobs] | None = None
         if generation.rules.logprobs is not None:
-            logprobs = generation.logprobs[branch][since.tokens : len(ids)]
+            logprobs = self._named(generation.logprobs[branch][since.tokens : len(ids)])
         why, by = self._why(branch, ids, reason) if over else (None, None)
         return CompletionOutput(branch, text[since.characters :], ids[since.tokens :], logprobs, 0.0, why, by)
+
+    def _named(self, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
+        """The entries with the texts of their tokens."""
+        decode = None if self.tokenizer is None else partial(decode_ids, self.tokenizer)
+        return [replace(entry, decode=decode) for entry in entries]
 
     def _text(self, branch: int, over: bool) -> str:
         """The text that can be reported. Until the end, characters that may begin a stop string are held back."""

@@ -56,15 +56,18 @@ _TEMPLATE_RESERVED = """
 
 def chat_prompt(
     tokenizer: Any,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
     template_values: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
     """Token ids of a conversation and of the opening of the answer. Raises TokenizerError.
 
-    `continue_final_message` lets the last message go on instead. `template_values` are variables of the chat template.
+    `continue_final_message` lets the last message go on instead. `template_values` are variables of the chat template,
+    which is the tokenizer's own, or `chat_template`; `tools` are what it may say that the model can call.
     """
     if tokenizer is None:
         raise TokenizerError("there is no tokenizer: only prompts of token ids are taken")
@@ -73,12 +76,14 @@ def chat_prompt(
         raise TokenizerError(reason)
     _refuse_reserved(template_values)
     if isinstance(tokenizer, ByteTokenizer):
-        if template_values:
-            raise TokenizerError("chat_template_kwargs: this model has no chat template")
+        if template_values or chat_template or tools:
+            raise TokenizerError(
+                "chat_template_kwargs, chat_template, tools: this model has no chat template"
+            )
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         text = text[:-1] if continue_final_message else text
         return tokenizer.encode(f"{text}assistant: " if add_generation_prompt else text)
-    if getattr(tokenizer, "chat_template", None) is None:
+    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise TokenizerError("the model's tokenizer has no chat template: give a prompt instead of messages")
     try:
         ids = tokenizer.apply_chat_template(
@@ -86,6 +91,8 @@ def chat_prompt(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             return_dict=False,
+            **{} if chat_template is None else {"chat_template": chat_template},
+            **{} if tools is None else {"tools": [dict(tool) for tool in tools]},
             **template_values or {},
         )
     except Exception as error:
@@ -131,12 +138,12 @@ def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -
         raise TokenizerError(f"the tokenizer cannot encode the text: {error}") from error
 
 
-def decode_ids(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The text of token ids. Raises TokenizerError."""
+def decode_ids(tokenizer: Any, token_ids: Sequence[int], *, skip: bool = False) -> str:
+    """The text of token ids, with `skip` without special tokens. Raises TokenizerError."""
     if tokenizer is None:
         raise TokenizerError("there is no tokenizer: token ids have no text")
     try:
-        return str(tokenizer.decode(list(token_ids)))
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=skip))
     except Exception as error:
         raise TokenizerError(f"the tokenizer cannot decode these ids: {error}") from error
 

@@ -61,6 +61,9 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="name for clients; default: the directory of model.path, or model.name",
     )
+    add("--generation-config", metavar="auto|vllm|FOLDER", default="auto",
+        help="sampling parameters of requests that leave them out: auto, those of the checkpoint's "
+        "generation_config.json; vllm, neutral ones; or a folder with such a file")  # fmt: skip
     add("--max-requests", type=int, default=1024, metavar="N",
         help="requests under way at once, more get 503; default: 1024")  # fmt: skip
     add("--api-key", metavar="KEY", action="append", default=[],

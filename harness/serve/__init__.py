@@ -46,18 +46,32 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     config = _config(overrides)
     listener = _listen(flags.host, flags.port)
     engine = build_engine(config, keep_events=flags.kv_events is not None)
+    from engine.runtime.errors import ModelError
+    from engine.runtime.llm import sampling_defaults
     from harness.serve.app import build_app
+
+    try:
+        defaults = sampling_defaults(config.model.path, flags.generation_config)
+    except ModelError as error:
+        raise ConfigError("model.path", str(error)) from error
 
     app = build_app(
         engine,
         model=flags.model_name or served_name(config),
         root=config.model.path,
+        defaults=defaults,
         most_requests=flags.max_requests,
         api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
         kv_events=_kv_events(engine, flags),
     )
     host, port = listener.getsockname()[:2]
     say(str(engine.capacity))
+    if defaults:
+        said = ", ".join(f"{name}={value}" for name, value in defaults.items())
+        say(
+            f"requests that leave them out get {said} (of generation_config.json; with --generation-config vllm "
+            "neutral values)"
+        )
     say(f"listening on http://{host}:{port}/v1")
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     server.run(sockets=[listener])

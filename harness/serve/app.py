@@ -4,10 +4,11 @@ import asyncio
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -98,6 +99,9 @@ class Server:
     most_requests: int  # in progress at once; further ones are refused
     started: int
     root: str | None = None
+    defaults: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # sampling parameters that requests may leave out
     under_way: int = 0
     longest_token: int = 0  # characters; 0: not known yet
 
@@ -158,7 +162,7 @@ class Server:
                 f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
                 param="priority",
             )
-        params = body.sampling_params()
+        params = body.sampling_params(self.defaults)
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
         envelope = answers.Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
         stream = self._counted(
@@ -226,14 +230,16 @@ def build_app(
     *,
     model: str,
     root: str | None = None,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
     most_requests: int = 1024,
     api_keys: Sequence[str] = (),
     kv_events: KvEventPublisher | None = None,
 ) -> FastAPI:
     """The application for an engine. The application owns the engine and `kv_events`: it stops them.
 
-    `root` is the directory of the checkpoint; without one the name of the model takes its place. With `api_keys` every
-    address but those of health and metrics asks for one of them.
+    `root` is the directory of the checkpoint; without one the name of the model takes its place. `defaults` are
+    sampling parameters of requests that leave them out. With `api_keys` every address but those of health and metrics
+    asks for one of them.
     """
     metrics = ServerMetrics(engine, model)
 
@@ -242,7 +248,9 @@ def build_app(
         if kv_events is not None:
             kv_events.observe()
 
-    server = Server(AsyncEngine(engine, observe=observe), model, most_requests, int(time.time()), root)
+    server = Server(
+        AsyncEngine(engine, observe=observe), model, most_requests, int(time.time()), root, defaults
+    )
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

@@ -4,7 +4,9 @@ Unknown fields are refused. A known field is refused if its value asks for somet
 silently ignored option would make a measurement worthless.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
@@ -41,7 +43,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
 MAX_DIGITS = 18  # of a token id in text
 MAX_SALT = 1024  # characters
 MAX_SHOWN = 80  # characters of a wrong value in a message
-_SAMPLING = [field.name for field in fields(SamplingParams) if field.init]
+_SAMPLING = [field.name for field in fields(SamplingParams)]
 _WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
 
 
@@ -209,13 +211,26 @@ class _Sampling(BaseModel):
         return {int(token): bias for token, bias in self.logit_bias.items()}
 
     def _sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None,
+        defaults: Mapping[str, Any],
     ) -> SamplingParams:
-        """The fields of the same names, and those that are said in another way here. Raises ParamsError."""
-        alike = {name: getattr(self, name) for name in _SAMPLING if name in _Sampling.model_fields}
+        """The fields of the same names, and those that are said in another way here. Raises ParamsError.
+
+        `defaults` are the values of fields that the client left out.
+        """
+        given = self.model_fields_set
+        if self.use_beam_search:  # no default is meant for it
+            defaults = {}
+        defaults = {name: value for name, value in defaults.items() if name not in given}
+        if given & {"max_tokens", "max_completion_tokens"}:
+            defaults.pop("max_tokens", None)
+        alike = {name: getattr(self, name) for name in _SAMPLING if name in _Sampling.model_fields} | defaults
         translated: dict[str, Any] = {
-            "max_tokens": max_tokens,
-            "stop": () if self.stop is None else self.stop,
+            "max_tokens": defaults.get("max_tokens", max_tokens),
+            "stop": self.stop,
             "logprobs": logprobs,
             "logit_bias": self._bias(),
             "prompt_logprobs": prompt_logprobs,
@@ -244,12 +259,13 @@ class CompletionRequest(_Sampling):
         ids = [one for one in self.prompt if isinstance(one, int)]
         return [ids] if ids else [one for one in self.prompt if not isinstance(one, int)]
 
-    def sampling_params(self) -> SamplingParams:
-        """The engine's parameters. Raises ParamsError."""
+    def sampling_params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """The engine's parameters; `defaults` are those of fields that were left out. Raises ParamsError."""
         scores = self.prompt_logprobs
         if self.echo and self.logprobs is not None:
             scores = max(self.logprobs, scores or 0)
-        return self._sampling_params(1 if self.max_tokens == 0 else self.max_tokens, self.logprobs, scores)
+        most = 1 if self.max_tokens == 0 else self.max_tokens
+        return self._sampling_params(most, self.logprobs, scores, defaults)
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""
@@ -309,11 +325,11 @@ class ChatRequest(_Sampling):
             template_values=self.chat_template_kwargs,
         )
 
-    def sampling_params(self) -> SamplingParams:
-        """The engine's parameters. Raises ParamsError."""
+    def sampling_params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
+        """The engine's parameters; `defaults` are those of fields that were left out. Raises ParamsError."""
         most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling_params(most, logprobs, self.prompt_logprobs)
+        return self._sampling_params(most, logprobs, self.prompt_logprobs, defaults)
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""

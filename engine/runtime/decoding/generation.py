@@ -3,9 +3,9 @@
 A branch is one of the parallel samples, or one hypothesis of a beam search.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -140,24 +140,42 @@ class BeamSearch:
         self._improvable = self._improvable and any(bool(best[0] > floor) for floor in floors)
 
 
+class Logprob(NamedTuple):
+    """The log-probability of one token, its rank (1: the most likely), and its text where a tokenizer is known."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Mapping[int, Logprob]):
     """Log-probabilities at one position: of the chosen token, and of the most likely tokens.
 
-    Unlike vLLM's it is no dictionary by token id, and it refuses to be read as one.
+    As a mapping it is vLLM's: token ids to `Logprob`, the chosen token first.
     """
 
     token: int
     logprob: float
     rank: int  # 1: the most likely token
     best: tuple[tuple[int, float], ...]  # (token, log-probability), best first
+    decode: Callable[[Sequence[int]], str] | None = field(default=None, compare=False, repr=False)
 
-    def __getitem__(self, index: object) -> NoReturn:
-        """Refuse an index, and with it iteration and `in`. Raises TypeError."""
-        raise TypeError(
-            f"log-probabilities have no [{index!r}] as those of vLLM: `token`, `logprob` and `rank` are the chosen "
-            "token's, and `dict(best)` has those of the most likely tokens by their ids"
-        )
+    def __getitem__(self, token: int) -> Logprob:
+        """The entry of a token id. Raises KeyError for one that was not asked for."""
+        if token == self.token:
+            found = self.logprob, self.rank
+        else:
+            values = {each: (value, rank) for rank, (each, value) in enumerate(self.best, start=1)}
+            found = values[token]
+        return Logprob(*found, None if self.decode is None else self.decode([token]))
+
+    def __iter__(self) -> Iterator[int]:
+        yield self.token
+        yield from (token for token, _ in self.best if token != self.token)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
 
 
 class ScoredSpan(NamedTuple):

@@ -346,7 +346,9 @@ def test_what_is_no_conversation_is_refused(wrong, engine):
     from engine.runtime.llm import LLM
 
     llm = LLM(engine.loaded, tokenizer=engine.tokenizer, pool_tokens=512)
-    with pytest.raises(PromptError, match="a conversation is a list of messages"):
+    with pytest.raises(
+        PromptError, match=r"a conversation is a list of messages|a message has|content of a message"
+    ):
         llm.chat(wrong)
 
 
@@ -384,3 +386,17 @@ def test_a_form_that_cannot_be_compiled_is_refused_with_the_reason(address):
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "structured_outputs"
     assert "invalid regex" in answer.json()["error"]["message"]
+
+
+# -- defaults of the checkpoint ---------------------------------------------------------------------------------
+
+
+def test_what_a_client_leaves_out_is_the_checkpoints_default_and_what_it_says_goes_before_it(engine):
+    with served(engine, defaults={"temperature": 0.0, "max_tokens": 3}) as address:
+        short = post(address, "/v1/completions", prompt="the cat").json()
+        said = post(address, "/v1/completions", prompt="the cat", max_tokens=5).json()
+        again = post(address, "/v1/completions", prompt="the cat", max_tokens=5, temperature=0).json()
+        talk = post(address, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}]).json()
+    assert short["usage"]["completion_tokens"] == talk["usage"]["completion_tokens"] == 3
+    assert said["choices"] == again["choices"]
+    assert said["usage"]["completion_tokens"] == 5

@@ -141,10 +141,10 @@ def test_logprobs_are_those_of_the_model(model_of, prompts):
     assert out.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in out.logprobs))
 
 
-def test_logprobs_refuse_to_be_read_as_a_dictionary_by_token_id():
-    from engine.runtime.decoding.generation import TokenLogprobs
+def test_logprobs_are_read_by_token_id_with_the_chosen_token_first():
+    from engine.runtime.decoding.generation import Logprob, TokenLogprobs
 
-    entry = TokenLogprobs(token=7, logprob=-0.5, rank=1, best=((2, -0.1), (7, -0.5)))
-    for read in (lambda: entry[2], lambda: 2 in entry, lambda: list(entry)):
-        with pytest.raises(TypeError, match=r"`dict\(best\)` has those of the most likely tokens"):
-            read()
+    entry = TokenLogprobs(token=7, logprob=-0.9, rank=3, best=((2, -0.1), (5, -0.5)))
+    assert dict(entry) == {7: Logprob(-0.9, 3), 2: Logprob(-0.1, 1), 5: Logprob(-0.5, 2)}
+    assert list(entry) == [7, 2, 5]
+    assert 1 not in entry

@@ -1,0 +1,406 @@
+"""Scripts in vLLM's style run with their imports changed, and each argument of vLLM's is taken or refused by name."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from serve_cases import tokenizer
+
+IMPORTS = (
+    "from engine.runtime.llm import (LLM, SamplingParams, BeamSearchParams, StructuredOutputsParams,\n"
+    "    RequestOutputKind, TextPrompt, TokensPrompt)\n"
+)
+SHARED = {  # scripts over one `llm`, whose model, tokenizer and prefix cache they share
+    "several prompts": """
+outputs = llm.generate(["the cat", "a mat"], SamplingParams(temperature=0.8, top_p=0.95))
+for output in outputs:
+    print(f"Prompt: {output.prompt!r}, Generated text: {output.outputs[0].text!r}")
+assert [output.prompt for output in outputs] == ["the cat", "a mat"]
+""",
+    "named sampling_params": """
+out = llm.generate(prompts="the cat", sampling_params=SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)
+assert len(out[0].outputs[0].token_ids) == 5 and out[0].outputs[0].finish_reason == "length"
+""",
+    "one of parameters for each prompt": """
+each = [SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(max_tokens=4, ignore_eos=True)]
+outputs = llm.generate(["the cat", "a dog"], each, use_tqdm=False)
+assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 4]
+""",
+    "a list of one for all": """
+outputs = llm.generate(["the cat", "a dog"], [SamplingParams(max_tokens=3)])
+assert len(outputs) == 2
+""",
+    "no parameters at all": """
+assert len(llm.generate("the cat")[0].outputs[0].token_ids) <= 16
+""",
+    "a prompt as a mapping": """
+out = llm.generate({"prompt": "the cat"}, SamplingParams(max_tokens=2))[0]
+assert out.prompt == "the cat" and list(out.prompt_token_ids) == llm.get_tokenizer().encode("the cat")
+""",
+    "TokensPrompt": """
+ids = llm.get_tokenizer().encode("the cat sat")
+out = llm.generate(TokensPrompt(prompt_token_ids=ids), SamplingParams(max_tokens=2))[0]
+assert list(out.prompt_token_ids) == ids and out.prompt is None
+""",
+    "prompt_token_ids in a list": """
+outs = llm.generate([{"prompt_token_ids": [5, 6, 7]}, TextPrompt(prompt="the dog")], SamplingParams(max_tokens=2))
+assert list(outs[0].prompt_token_ids) == [5, 6, 7]
+""",
+    "cached tokens": """
+prompt = "the quick brown fox jump over that lazy dog, again; the quick brown fox jump over that lazy dog"
+llm.generate(prompt, SamplingParams(max_tokens=1))
+out = llm.generate(prompt, SamplingParams(max_tokens=1))[0]
+assert out.num_cached_tokens >= 16
+""",
+    "reset_prefix_cache": """
+prompt = "that lazy dog saw the brown fox, that lazy dog saw the brown fox, that lazy dog saw"
+llm.generate(prompt, SamplingParams(max_tokens=1))
+assert llm.reset_prefix_cache() is True
+assert llm.generate(prompt, SamplingParams(max_tokens=1))[0].num_cached_tokens == 0
+""",
+    "salts": """
+prompt = "brown fox saw a mat, brown fox saw a mat, brown fox saw a mat, brown fox saw"
+llm.generate({"prompt": prompt, "cache_salt": "a"}, SamplingParams(max_tokens=1))
+assert llm.generate({"prompt": prompt, "cache_salt": "b"}, SamplingParams(max_tokens=1))[0].num_cached_tokens == 0
+""",
+    "logprobs by token id": """
+out = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4, logprobs=3))[0].outputs[0]
+for token, position in zip(out.token_ids, out.logprobs):
+    chosen = position[token]
+    assert chosen.rank == 1 and chosen.logprob == max(entry.logprob for entry in position.values())
+    assert chosen.decoded_token == llm.get_tokenizer().decode([token])
+    assert len(position) == 3 and next(iter(position)) == token
+assert abs(out.cumulative_logprob - sum(p[t].logprob for t, p in zip(out.token_ids, out.logprobs))) < 1e-9
+""",
+    "prompt_logprobs": """
+out = llm.generate("the cat sat", SamplingParams(max_tokens=1, prompt_logprobs=0))[0]
+assert out.prompt_logprobs[0] is None
+for token, position in zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:]):
+    assert list(position) == [token] and position[token].logprob <= 0
+""",
+    "n samples": """
+out = llm.generate("the cat", SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4))[0]
+assert [one.index for one in out.outputs] == [0, 1, 2] and all(one.finished() for one in out.outputs)
+""",
+    "a seed repeats": """
+ask = SamplingParams(temperature=1.0, seed=11, max_tokens=8)
+assert llm.generate("a dog", ask)[0].outputs[0].token_ids == llm.generate("a dog", ask)[0].outputs[0].token_ids
+""",
+    "stop strings": """
+free = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0].text
+stop = free[4:6]
+out = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=12, stop=[stop]))[0].outputs[0]
+assert out.finish_reason == "stop" and out.stop_reason == stop and stop not in out.text
+""",
+    "stop token ids": """
+free = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0].outputs[0].token_ids
+out = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=6, stop_token_ids=[free[2]]))[0].outputs[0]
+assert out.stop_reason == free[2] and out.finish_reason == "stop"
+""",
+    "defaults written out": """
+params = SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,
+    top_p=1.0, top_k=0, min_p=0.0, seed=None, stop=None, stop_token_ids=None, bad_words=None, ignore_eos=False,
+    max_tokens=16, min_tokens=0, logprobs=None, prompt_logprobs=None, detokenize=True, skip_special_tokens=True,
+    spaces_between_special_tokens=True, include_stop_str_in_output=False, output_kind=RequestOutputKind.FINAL_ONLY,
+    logit_bias=None, allowed_token_ids=None, extra_args=None)
+assert len(llm.generate("the cat", params)) == 1
+""",
+    "fields that are set later": """
+params = llm.get_default_sampling_params()
+params.temperature = 0.0
+params.max_tokens = 3
+other = params.clone()
+other.max_tokens = 5
+first, second = (llm.generate("the cat", one)[0].outputs[0].token_ids for one in (params, other))
+assert second[:3] == first and len(second) == 5
+""",
+    "from_optional": """
+params = SamplingParams.from_optional(temperature=None, top_p=0.9, max_tokens=None)
+assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, None)
+""",
+    "penalties and bias": """
+ask = SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.2, presence_penalty=0.1, logit_bias={41: 100.0})
+assert llm.generate("the cat", ask)[0].outputs[0].token_ids == [41] * 4
+""",
+    "allowed tokens and bad words": """
+ask = SamplingParams(temperature=0, max_tokens=4, allowed_token_ids=[5, 6], bad_words=["zebra"])
+assert set(llm.generate("the cat", ask)[0].outputs[0].token_ids) <= {5, 6}
+""",
+    "a longer answer than the model's longest sequence": """
+out = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=100_000, ignore_eos=True))[0]
+assert out.outputs[0].finish_reason == "length"
+assert len(out.prompt_token_ids) + len(out.outputs[0].token_ids) == 256
+""",
+    "chat": """
+conversation = [{"role": "system", "content": "You are a cat"}, {"role": "user", "content": "Hello"}]
+out = llm.chat(conversation, sampling_params=SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)[0]
+assert llm.get_tokenizer().decode(out.prompt_token_ids).endswith("user: Hello\\nassistant: ")
+""",
+    "several chats of parts": """
+parts = [{"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "cat"}]}]
+outs = llm.chat([parts, parts], SamplingParams(max_tokens=2), False)
+assert len(outs) == 2
+""",
+    "a chat template of one's own": """
+out = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1),
+    chat_template="{{ messages[0].content }}!")
+assert llm.get_tokenizer().decode(out[0].prompt_token_ids) == "Hi!"
+""",
+    "tools in the template": """
+template = "{{ tools | length }} tools: {{ messages[0].content }}"
+tools = [{"type": "function", "function": {"name": "look"}}]
+out = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1), chat_template=template, tools=tools)
+assert llm.get_tokenizer().decode(out[0].prompt_token_ids) == "1 tools: Hi"
+""",
+    "beam_search": """
+params = BeamSearchParams(beam_width=3, max_tokens=5)
+outputs = llm.beam_search([{"prompt": "the cat"}, {"prompt": "a dog"}], params)
+prompt = llm.get_tokenizer().encode("the cat")
+for sequence in outputs[0].sequences:
+    assert sequence.tokens[: len(prompt)] == prompt and sequence.text.startswith("the cat")
+scores = [sequence.cum_logprob / (len(sequence.tokens) - len(prompt)) for sequence in outputs[0].sequences]
+assert len(scores) == 3 and scores == sorted(scores, reverse=True)
+""",
+    "beam_search of one beam": """
+one = llm.beam_search(["the cat"], BeamSearchParams(beam_width=1, max_tokens=4, ignore_eos=True))[0].sequences[0]
+greedy = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=0))[0]
+assert one.tokens == [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
+assert abs(one.cum_logprob - greedy.outputs[0].cumulative_logprob) < 1e-6
+""",
+    "a bar of one's own": """
+seen = []
+class Bar:
+    def __init__(self, total, desc): seen.append(total)
+    def __enter__(self): return self
+    def __exit__(self, *error): return None
+    def update(self, count): seen.append(count)
+llm.generate(["the cat", "a dog"], SamplingParams(max_tokens=2), use_tqdm=Bar)
+assert seen == [2, 1, 1]
+""",
+}
+OWN = {  # scripts that make their own LLM
+    "the quickstart": """
+llm = LLM(model=MODEL)
+outputs = llm.generate(["the cat", "a mat"], SamplingParams(temperature=0.8, top_p=0.95))
+assert all(output.finished for output in outputs)
+""",
+    "a constructor full of names": """
+llm = LLM(MODEL, tokenizer=MODEL, tokenizer_mode="auto", trust_remote_code=False, tensor_parallel_size=1, dtype="half",
+    quantization=None, revision=None, seed=3, gpu_memory_utilization=0.9, max_model_len=128, max_num_seqs=8,
+    max_num_batched_tokens=256, enable_prefix_caching=True, enable_chunked_prefill=True, block_size=16,
+    enforce_eager=True, disable_log_stats=True, hf_overrides=None, async_scheduling=False, load_format="auto",
+    swap_space=4, cpu_offload_gb=0, compilation_config=None, kv_cache_dtype="auto", max_logprobs=20)
+assert str(llm.loaded.dtype) == "torch.float16" and llm.engine.limits.max_running == 8
+""",
+    "no tokenizer": """
+llm = LLM(MODEL, skip_tokenizer_init=True, max_model_len=64)
+out = llm.generate({"prompt_token_ids": [4, 5, 6]}, SamplingParams(max_tokens=3, detokenize=False))[0]
+assert out.outputs[0].text == "" and len(out.outputs[0].token_ids) <= 3
+""",
+    "priorities": """
+llm = LLM(MODEL, scheduling_policy="priority", max_num_seqs=1, max_model_len=64)
+outs = llm.generate(["the cat", "a dog"], SamplingParams(max_tokens=2, ignore_eos=True), priority=[1, 0])
+assert outs[1].metrics.finished_s < outs[0].metrics.finished_s
+""",
+    "a draft model by its short names": """
+assert LLM(MODEL, spec_model=MODEL, spec_tokens=2, max_model_len=64).engine.options.draft_tokens == 2
+""",
+    "a draft model": """
+llm = LLM(MODEL, speculative_config={"model": MODEL, "num_speculative_tokens": 3}, max_model_len=64)
+plain = LLM(MODEL, max_model_len=64)
+ask = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+assert llm.generate("the cat", ask)[0].outputs[0].token_ids == plain.generate("the cat", ask)[0].outputs[0].token_ids
+""",
+}
+
+
+@pytest.fixture(name="model", scope="module")
+def model_fixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    folder, words = tmp_path_factory.mktemp("model"), tokenizer()
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "initializer_range": 0.2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    ends = {"bos_token_id": None, "eos_token_id": words.eos_token_id}
+    LlamaForCausalLM(LlamaConfig(vocab_size=512, **shape, **heads, **ends)).save_pretrained(folder)
+    words.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(name="llm", scope="module")
+def llm_fixture(model):
+    from engine.runtime.llm import LLM
+
+    return LLM(str(model))
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_script_runs_on_an_llm(name, llm):
+    exec(compile(IMPORTS + SHARED[name], name, "exec"), {"llm": llm})
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_script_runs_with_an_llm_of_its_own(name, model):
+    exec(compile(IMPORTS + OWN[name], name, "exec"), {"MODEL": str(model)})
+
+
+# -- what vLLM takes and this engine does not -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            "LLM(MODEL, hf_overrides={'rope_theta': 1e6})",
+            "hf_overrides: {'rope_theta': 1000000.0} is not offered",
+        ),
+        ("LLM(MODEL, tensor_parallel_size=2)", "tensor_parallel_size: 2 is not offered here, only 1"),
+        ("LLM(MODEL, enable_lora=True)", "enable_lora: True is not offered"),
+        ("LLM(MODEL, speculative_config={'method': 'ngram'})", "speculative_config: .* no other method"),
+        ("LLM(MODEL, max_logprobs=100)", "max_logprobs: 100 is not offered"),
+        ("SamplingParams(thinking_token_budget=5)", "thinking_token_budget: 5 is not offered"),
+        ("SamplingParams(extra_args={'a': 1})", "extra_args: {'a': 1} is not offered"),
+        ("llm.generate('a', lora_request=object())", "lora_request: is not offered"),
+        ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "prompt 0 .* multi_modal_data"),
+        (
+            "llm.beam_search(['a'], BeamSearchParams(2, 4, temperature=0.5))",
+            "temperature: 0.5: beam search takes no",
+        ),
+        (
+            "llm.chat([{'role': 'user', 'content': [{'type': 'image_url'}]}])",
+            "content of a message is a text",
+        ),
+        ("llm.embed(['a'])", "LLM.embed: vLLM has it, but this engine generates text"),
+    ],
+)
+def test_what_is_not_offered_is_refused_by_name(call, says, model, llm):
+    with pytest.raises((ValueError, AttributeError), match=says):
+        exec(IMPORTS + call, {"MODEL": str(model), "llm": llm})
+
+
+def test_a_field_that_was_set_wrong_is_refused_when_the_request_is_added(llm):
+    from engine.runtime.llm import SamplingParams
+
+    params = SamplingParams()
+    params.top_p = 7.0
+    with pytest.raises(ValueError, match=r"top_p: 7\.0 is not above 0 and at most 1"):
+        llm.generate("the cat", params)
+
+
+def test_a_hub_id_fetches_nothing_that_can_hold_code(monkeypatch, model):
+    import huggingface_hub
+
+    from engine.runtime.llm import LLM
+
+    asked = {}
+
+    def fetched(repo, **given):
+        asked.update(given, repo=repo)
+        return str(model)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetched)
+    LLM("owner/tiny", max_model_len=64, revision="main")
+    assert (asked["repo"], asked["revision"]) == ("owner/tiny", "main")
+    assert not any(pattern.endswith((".py", ".bin", ".pt", "*")) for pattern in asked["allow_patterns"])
+
+
+# -- default sampling parameters --------------------------------------------------------------------------------
+
+
+@pytest.fixture(name="opinionated")
+def opinionated_fixture(model, tmp_path):
+    """The model with a generation_config.json that says how to sample."""
+    for file in model.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink()
+    said = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "top_p": 0.9,
+        "repetition_penalty": 1.05,
+        "max_new_tokens": 7,
+        "do_sample": True,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(said | {"eos_token_id": 0}))
+    return tmp_path
+
+
+def test_a_checkpoint_says_how_to_sample(opinionated):
+    from engine.runtime.llm import LLM, SamplingParams
+
+    llm = LLM(opinionated)
+    wanted = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.05, "max_tokens": 7}
+    assert llm.get_default_sampling_params() == SamplingParams(**wanted)
+    assert len(llm.generate("the cat", use_tqdm=False)[0].outputs[0].token_ids) <= 7
+
+
+def test_neutral_parameters_and_parameters_of_ones_own_go_before_it(opinionated):
+    from engine.runtime.llm import LLM, SamplingParams
+
+    assert LLM(opinionated, generation_config="vllm").get_default_sampling_params() == SamplingParams()
+    llm = LLM(opinionated, generation_config="vllm", override_generation_config={"top_k": 3})
+    assert llm.get_default_sampling_params() == SamplingParams(top_k=3)
+
+
+@pytest.mark.parametrize("text", ["{", '{"temperature": -1}'])
+def test_a_damaged_file_is_named(text, opinionated):
+    from engine.runtime.errors import ModelError
+    from engine.runtime.llm import sampling_defaults
+
+    (opinionated / "generation_config.json").write_text(text)
+    with pytest.raises(
+        ModelError, match=r"generation_config\.json: .*; generation_config='vllm' leaves it out"
+    ):
+        sampling_defaults(str(opinionated))
+
+
+# -- asked from vLLM --------------------------------------------------------------------------------------------
+
+_ASK = """
+import inspect, json, dataclasses
+from vllm import LLM, SamplingParams
+from vllm.sampling_params import BeamSearchParams
+def plain(value):
+    try:
+        json.dumps(value)
+        return value
+    except TypeError:
+        return "?"
+def of(call):
+    given = [p for n, p in inspect.signature(call).parameters.items() if n != "self" and p.kind not in (2, 4)]
+    return {p.name: "?" if p.default is p.empty else plain(p.default) for p in given}
+print(json.dumps({"LLM": of(LLM.__init__), "generate": of(LLM.generate), "chat": of(LLM.chat),
+    "beam_search": of(LLM.beam_search), "SamplingParams": of(SamplingParams),
+    "BeamSearchParams": of(BeamSearchParams)}))
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("PAGETWIN_VLLM" not in os.environ, reason="PAGETWIN_VLLM names no interpreter with vLLM")
+def test_each_argument_of_vllm_is_known_with_its_default(model):
+    import inspect
+
+    from engine.runtime import llm as face
+    from engine.runtime.options import options_of
+
+    answer = subprocess.run(
+        [os.environ["PAGETWIN_VLLM"], "-c", _ASK], capture_output=True, text=True, check=True
+    )
+    asked = json.loads(answer.stdout.splitlines()[-1])
+    for name in ("generate", "chat", "beam_search"):
+        ours = inspect.signature(getattr(face.LLM, name)).parameters
+        assert asked[name].keys() <= ours.keys(), name
+    for name, value in asked["SamplingParams"].items():
+        if not name.startswith("_") and value != "?":
+            face.SamplingParams(**{name: value})
+    taken = inspect.signature(face.LLM.__init__).parameters
+    for name, value in asked["LLM"].items():
+        if name not in taken and value != "?":
+            options_of({name: value})
+    ours = inspect.signature(face.BeamSearchParams).parameters
+    assert {"beam_width", "max_tokens", "ignore_eos", "temperature", "length_penalty"} <= ours.keys()
