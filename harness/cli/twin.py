@@ -14,6 +14,7 @@ from harness.config.errors import UserError
 from harness.console import remark, say
 
 if TYPE_CHECKING:
+    from harness.twin.configured import Configured
     from harness.twin.log import EngineLog
     from harness.twin.twin import Twin
 
@@ -77,7 +78,9 @@ def _run(arguments: Arguments) -> int:
         return _check(flags, log, words, out)
     twin = _twin(arguments, log, words, out)
     if flags.what_if:
-        for answer in own_what_ifs(log, twin.config, flags.what_if, lambda one: remark(f"what if {one}")):
+        for answer in own_what_ifs(
+            twin.log, twin.config, flags.what_if, lambda one: remark(f"what if {one}")
+        ):
             say(str(answer))
         say(verdict(twin))
         return 0
@@ -129,7 +132,7 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
 
 def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], out: Path) -> "Twin":
     from harness.twin.configured import configured
-    from harness.twin.fit import fit_schedule, fitted_device, write_device
+    from harness.twin.fit import fit_log, fitted_device, write_device
     from harness.twin.prediction import predictor
     from harness.twin.trust import bands_of_log
     from harness.twin.twin import Twin
@@ -137,13 +140,15 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
 
     flags = arguments.flags
     fits = not (flags.no_fit or flags.device)
-    kept = _kept_fit(log, out) if fits and flags.what_if else ()
+    kept: tuple[str, ...] = ()
+    if fits and flags.what_if:
+        log, kept = _kept_fit(log, configured(log, overrides), out)
     found = configured(log, (*kept, *overrides))
     config, fit = found.config, None
     if kept or not fits:
         prediction = predictor(config, log.workload)(config.device)
     else:
-        found, fit = fit_schedule(log, found, first=flags.first, progress=_progress)
+        log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
         config, prediction = replace(found.config, device=fitted_device(fit, log)), fit.prediction
         write_device(fit, log, found, command_of("twin", arguments), out / FIT)
     changes = (
@@ -158,15 +163,17 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
 FIT = "fit.yaml"  # in the folder of the report: the fitted device, and beside it its deployment and the load
 
 
-def _kept_fit(log: "EngineLog", out: Path) -> tuple[str, ...]:
-    """The deployment that was fitted to this log before, as an override; none where another log was fitted, or none."""
-    from harness.twin.fit import deployment_file, trace_bytes, workload_file
+def _kept_fit(log: "EngineLog", found: "Configured", out: Path) -> tuple["EngineLog", tuple[str, ...]]:
+    """The log, and the deployment that was fitted to it before as an override; none where another one was, or none."""
+    from harness.twin.fit import deployment_file, log_of_cached_prompts, trace_bytes, workload_file
 
     load, deployment = workload_file(out / FIT), deployment_file(out / FIT)
-    if not load.is_file() or not deployment.is_file() or load.read_bytes() != trace_bytes(log.workload):
-        return ()
-    remark(f"the fit of {deployment} is taken; remove it to fit again")
-    return (f"deployment={deployment}",)
+    if load.is_file() and deployment.is_file():
+        for one in (log, log_of_cached_prompts(log, found)):
+            if one is not None and load.read_bytes() == trace_bytes(one.workload):
+                remark(f"the fit of {deployment} is taken; remove it to fit again")
+                return one, (f"deployment={deployment}",)
+    return log, ()
 
 
 def command_of(name: str, arguments: Arguments) -> str:
@@ -203,7 +210,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
         deployment_file,
         doubts,
         explains_nothing,
-        fit_schedule,
+        fit_log,
         workload_file,
         write_device,
     )
@@ -225,7 +232,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
             remark(f"note: {note}")
         say(f"{len(log.requests)} requests of {log.name}; would be kept in {path}; nothing was fitted")
         return 0
-    found, fit = fit_schedule(log, found, first=flags.first, progress=_progress)
+    log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
     for note in found.notes:
         remark(f"note: {note}")
     for doubt in doubts(fit):

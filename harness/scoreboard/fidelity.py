@@ -17,8 +17,8 @@ from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, RunConfig
 from harness.report.style import PAGE_IN, PALETTE, RC
 from harness.scoreboard import accelmark, stage_table
-from harness.twin.configured import configured
-from harness.twin.fit import fit_device
+from harness.twin.configured import Configured, configured
+from harness.twin.fit import fit_log
 from harness.twin.log import EngineLog, FloatArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
@@ -163,8 +163,8 @@ def log_rows(log: EngineLog, overrides: Sequence[str]) -> tuple[list[Row], list[
     for kind in KINDS:
         row: Row = {"deployment": log.name, "cost": str(kind), "fit": "none"}
         try:
-            config = configured(log, overrides).config
-            config = replace(config, cost=replace(config.cost, kind=kind))
+            read = configured(log, overrides)
+            config = replace(read.config, cost=replace(read.config.cost, kind=kind))
             found = predictor(config, log.workload)(config.device)
         except (ConfigError, UserError) as error:
             if kind is CostKind.roofline:
@@ -174,17 +174,18 @@ def log_rows(log: EngineLog, overrides: Sequence[str]) -> tuple[list[Row], list[
             row["fit"] = "none, but compute_efficiency of the preset is rounded from a fit to a public run"
         rows.append(row | _errors(errors_of(found, log, slice(0, None))))
         if kind is CostKind.roofline:
-            rows.append(row | _fitted(log, config))
+            rows.append(row | _fitted(log, read))
             kv = [_kv_row(log, config, found)]
     return rows, kv
 
 
-def _fitted(log: EngineLog, config: RunConfig) -> Row:
+def _fitted(log: EngineLog, read: Configured) -> Row:
     try:
-        fit = fit_device(log, config)
+        taken, _, fit = fit_log(log, read)
     except UserError as error:
         return {"fit": "a first part", "not priced": str(error).partition(";")[0]}
-    return {"fit": f"first {fit.fitted_on}; errors of the others"} | _errors(fit.held_out)
+    how = "" if taken is log else ", prompts found to be cached"
+    return {"fit": f"first {fit.fitted_on}; errors of the others{how}"} | _errors(fit.held_out)
 
 
 def _errors(errors: Errors) -> Row:

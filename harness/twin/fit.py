@@ -32,9 +32,10 @@ from harness.twin.residuals import (
     Progress,
     Residuals,
 )
+from harness.twin.sharing import cached_before
 from harness.twin.trust import band_lines, bands_of_log, errors_by_part
 from harness.twin.what_ifs import figures_of
-from harness.workload.deployment import settings_text
+from harness.workload.deployment import deployment_of, settings_text
 from traces.formats.pagetwin import write_jsonl
 from traces.trace import Trace
 
@@ -226,6 +227,44 @@ def fit_schedule(
         f"{'on' if chosen else 'off'}. {said}. Set scheduler.async_scheduling=true or false if you know it."
     )
     return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
+
+
+_PROVES_CACHED = 0.7  # of the cost with new prompts
+
+
+def fit_log(
+    log: EngineLog, found: Configured, *, first: int | None = None, progress: Progress | None = None
+) -> tuple[EngineLog, Configured, Fit]:
+    """`fit_schedule`; where the log does not say what its prompts share, with new prompts and with cached ones.
+
+    A benchmark that is run again with its seed sends the same prompts, which the engine then has. Cached ones are taken
+    where they explain the log far better: prompts that are computed slow down the requests that run beside them. The
+    log that is returned has the prompts that were taken.
+
+    Raises:
+        ConfigError, UserError: as `fit_device`.
+    """
+    found, fit = fit_schedule(log, found, first=first, progress=progress)
+    other = log_of_cached_prompts(log, found)
+    if other is None:
+        return log, found, fit
+    cached = fit_device(other, found.config, first=first, progress=progress)
+    if cached.cost >= _PROVES_CACHED * fit.cost:
+        return log, found, fit
+    said = (
+        "Its prompts were in the prefix cache before it began, as the times of its first requests show (a fit to new "
+        f"prompts: TPOT p50 {100 * fit.held_out.tpot_p50:+.1f} %, TTFT p50 {100 * fit.held_out.ttft_p50:+.1f} % on "
+        "requests held out)."
+    )
+    return other, replace(found, warnings=(*found.warnings, said)), cached
+
+
+def log_of_cached_prompts(log: EngineLog, found: Configured) -> EngineLog | None:
+    """The log as if its prompts had been cached before; None where that is known, or cannot be."""
+    if not found.config.cache.prefix_caching or log.requests.cached_tokens is not None:
+        return None
+    workload = cached_before(log.workload, deployment_of(found.config).pool.tokens)
+    return None if workload is None else replace(log, workload=workload)
 
 
 def _described(problem: Residuals, scaled: FloatArray) -> tuple[FittedConstant, ...]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
+from harness.twin.client import BoolArray
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import predictor
 from traces.trace import OPEN
@@ -27,7 +28,8 @@ class Constant:
     """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
 
     `centre` replaces the description's value where that is 0, which has no logarithm. With `linear` the spread is that
-    of the value itself, which may be 0.
+    of the value itself, which may be 0. `step`, in spreads, is how far a derivative looks: a smaller change moves too
+    few steps.
     """
 
     key: str
@@ -36,6 +38,7 @@ class Constant:
     high: float
     centre: float = 0.0
     linear: bool = False
+    step: float = 0.2
 
     def scale(self, value: float) -> float:
         """The value on the axis on which the prior's spread is measured."""
@@ -66,23 +69,24 @@ LINK_CONSTANTS = (
     Constant("link_latency_us", 0.7, 1.0, 500.0, 10.0),
 )
 
-# Only a log of clients, whose requests come before the server's front end, says anything about that.
+# Only a log of clients, whose requests come before the server's front end, says anything about that. A client that is
+# far away has a network before it.
 FRONT_END_CONSTANTS = (
-    Constant("frontend_request_us", 10_000.0, 0.0, 200_000.0, linear=True),
-    Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True),
+    Constant("frontend_request_us", 20_000.0, 0.0, 500_000.0, linear=True, step=0.025),
+    Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True, step=0.05),
 )
-# Only a client that sends when answers end sends several requests at once, which take turns.
-TURN_CONSTANT = Constant("frontend_turn_us", 10_000.0, 0.0, 50_000.0, linear=True)
+# Only a client that sends when answers end sends several requests at once, which take turns. It is what one thread
+# computes, whatever the way to it: a server with 5 ms could serve 200 requests a second.
+TURN_CONSTANT = Constant("frontend_turn_us", 1000.0, 0.0, 10_000.0, linear=True, step=0.2)
 
 PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.
 _EFFECTIVE = 75
 # Of a logarithm; beyond it a request counts by its distance alone.
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
-_STEP = 0.2  # of a spread: a smaller change moves too few steps for a derivative
-_LINEAR_STEP = 0.05  # the same of a constant whose spread is wide beside what it may be
-_EXPLAINS = 0.99  # of the cost without it: a front end that lowers it by less is none
-INSIDE = 0.025  # of a spread: where a search begins whose prior is a bound, beside which it cannot move
+_EXPLAINS = (
+    2.0  # a constant of the front end that lowers the sum of squares by less is none (Akaike's criterion)
+)
 # Microseconds of a front end from which a search may begin: its time to first token goes in steps, not in slopes.
 _STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (100.0, 300.0, 1000.0)}
 
@@ -93,7 +97,11 @@ def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
     if log.requests.queued_s is not None:
         return CONSTANTS + links
     turns = () if log.workload.header.client == OPEN else (TURN_CONSTANT,)
-    return CONSTANTS + links + FRONT_END_CONSTANTS + turns
+    request, token = FRONT_END_CONSTANTS
+    # A network may take half of the shortest time.
+    spread = max(request.spread, 0.5e6 * float(log.requests.ttft_s.min()))
+    wide = replace(request, spread=spread, step=request.step * request.spread / spread)
+    return (*CONSTANTS, *links, wide, token, *turns)
 
 
 class Residuals:
@@ -128,6 +136,7 @@ class Residuals:
                 f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
                 "the log has no durations that a fit could learn from"
             )
+        self._begun = _begun(log, first)
         self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
         self._known: dict[bytes, tuple[FloatArray, FloatArray]] = {}
         self._progress = progress
@@ -142,7 +151,8 @@ class Residuals:
 
     def start(self) -> FloatArray:
         """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
-        at_priors = INSIDE * np.array([one.linear for one in self.constants], dtype=np.float64)
+        # Beside a prior that is a bound: on it the search cannot move.
+        at_priors = np.array([0.5 * one.step * one.linear for one in self.constants])
         keys = [one.key for one in self.constants]
         if TURN_CONSTANT.key not in keys:
             return at_priors
@@ -166,7 +176,7 @@ class Residuals:
         found = []
         for errors, tolerance, chosen in (
             (tpot, _TPOT_TOLERANCE, self._several),
-            (ttft, _TTFT_TOLERANCE, np.ones(len(ttft), bool)),
+            (ttft, _TTFT_TOLERANCE, self._begun),
         ):
             by_prompt = np.argsort(self._measured.prompt_tokens[chosen], kind="stable")
             robust = _robust(errors[chosen], tolerance)
@@ -209,7 +219,7 @@ class Residuals:
         here = self.misfits(scaled, weights)
         columns = np.empty((len(here), len(scaled)))
         for i in range(len(scaled)):
-            step = _LINEAR_STEP if self.constants[i].linear else _STEP
+            step = self.constants[i].step
             step = step if scaled[i] + step < self.scaled_high[i] else -step
             moved = scaled.copy()
             moved[i] += step
@@ -218,9 +228,20 @@ class Residuals:
 
     def without_idle(self, scaled: FloatArray) -> FloatArray:
         """The place with 0 for what is linear, where that explains the log as well."""
-        none = np.where([one.linear for one in self.constants], self.scaled_low, scaled)
+        linear = np.array([one.linear for one in self.constants])
+        none = np.where(linear, self.scaled_low, scaled)
         costs = [float(each @ each) for each in (self.residuals(scaled), self.residuals(none))]
-        return none if costs[1] * _EXPLAINS <= costs[0] else scaled
+        return none if costs[1] <= costs[0] + _EXPLAINS * int(linear.sum()) else scaled
+
+
+def _begun(log: EngineLog, first: int) -> BoolArray:
+    """The requests whose time to first token counts: without those with which a client opens its connections.
+
+    That of a client that waits takes as long again as all else before the queue. All count where they are the half.
+    """
+    waits = log.workload.header.client.max_in_flight or 0
+    opening = waits if log.requests.queued_s is None and 2 * waits <= first else 0
+    return np.arange(first) >= opening
 
 
 _GROUP = 8  # requests

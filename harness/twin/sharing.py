@@ -16,7 +16,7 @@ from harness.twin.rows import LoggedRequest, RequestLog
 from traces.errors import TraceError
 from traces.formats.kv_events import EventHash
 from traces.formats.segments import Tokens, TokenTree
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest, revised
 
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # tokens of an id of `hash_ids`, where the log does not say
 
@@ -93,6 +93,28 @@ def _whole(keyed: Sequence[Segment], prompt: int) -> tuple[Segment, ...]:
     """Segments of a whole prompt: what has no key yet is its own."""
     rest = prompt - sum(one.tokens for one in keyed)
     return (*keyed, Segment(None, rest)) if rest else tuple(keyed)
+
+
+def cached_before(trace: Trace, pool_tokens: int) -> Trace | None:
+    """The trace as if an earlier run had left its prompts in the cache; None where something is known of what they
+    share, or the pool of `pool_tokens` cannot hold them all.
+
+    All prompts are taken to begin with one text, up to their last token, which is always computed. The first of them
+    is computed, and the pool holds one copy, where the engine had all of them.
+    """
+    rows = trace.requests
+    known = any(segment.key is not None for row in rows for segment in row.segments)
+    if known or sum(row.prompt_tokens for row in rows) > pool_tokens:
+        return None
+    text = _key("prompts of an earlier run")
+    ends = (Segment(None, 1),)
+    cached = (
+        revised(
+            row, segments=(Segment(text, row.prompt_tokens - 1), *ends) if row.prompt_tokens > 1 else ends
+        )
+        for row in rows
+    )
+    return trace.changed(tuple(cached), "its prompts were cached before it began")
 
 
 # -- ids and names ----------------------------------------------------------------------------------------------------

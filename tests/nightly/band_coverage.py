@@ -18,7 +18,7 @@ import numpy as np
 from harness.config.schema import RunConfig
 from harness.point.bands import bands
 from harness.twin.configured import configured
-from harness.twin.fit import fit_schedule, fitted_device, requests_to_fit
+from harness.twin.fit import fit_log, fitted_device, requests_to_fit
 from harness.twin.log import EngineLog, FloatArray
 from harness.twin.prediction import PredictedRun, figures_of_times, others, predictor
 from harness.twin.reading import read_engine_log
@@ -59,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> int:
         first, found = requests_to_fit(len(log.requests)), configured(log, overrides)
         sys.stdout.write(f"{folder}\n  no fit\n")
         counted["no fit"] += held(log, found.config, first)
-        found, fit = fit_schedule(log, found)
+        log, found, fit = fit_log(log, found)
         sys.stdout.write(f"  fit, {fit.cpu_s:.0f} CPU-seconds\n")
         counted["fit"] += held(log, replace(found.config, device=fitted_device(fit, log)), first)
     for name, each in counted.items():

@@ -77,13 +77,21 @@ def test_a_front_end_delays_the_first_step_of_a_request_and_not_its_arrival(fast
     log, _ = replay(requests, source, fast_forward=fast_forward)
     assert log.requests["arrival_s"].tolist() == [0.0, 2.0, 4.0]
     waited = log.requests["first_scheduled_s"] - log.requests["arrival_s"]
-    assert waited.tolist() == pytest.approx([0.12] * 3)
+    assert waited.tolist() == pytest.approx([0.12] * 3, abs=0.015)
+    assert len(set(waited.tolist())) == 3  # by chance no two take the same
 
 
-def test_requests_that_are_sent_at_once_enter_the_queue_one_after_another() -> None:
+def test_requests_that_are_sent_at_once_share_the_front_end_and_leave_it_together() -> None:
     requests = spaced(3, 0.0)
     log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 3), 0, 0.0, to_ns(5.0)))
-    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([5.0, 10.0, 15.0])
+    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([15.0] * 3)
+
+
+def test_a_request_that_comes_later_slows_the_turns_of_those_before_it() -> None:
+    requests = [request(0, 0.0, 20, 2), request(1, 4.0, 20, 2)]
+    log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 2), 0, 0.0, to_ns(5.0)))
+    # Alone for 4 s, then both take turns: 1 s each for the first, whose turns end at 6 s, then the other is alone.
+    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([6.0, 10.0], abs=0.05)
 
 
 def test_a_short_prompt_passes_a_long_one_in_the_front_end() -> None:
@@ -168,7 +176,7 @@ def test_the_front_end_of_a_device_delays_what_is_simulated() -> None:
     config.device.frontend_request_us, config.device.frontend_token_us = 3000.0, 10.0
     log = simulated(Client(), config)
     waited = log.requests["first_scheduled_s"][0] - log.requests["arrival_s"][0]
-    assert waited == pytest.approx(0.003 + 64 * 10e-6)
+    assert waited == pytest.approx(0.003 + 64 * 10e-6, abs=0.15 * 0.003)
 
 
 def test_an_open_client_lets_nothing_wait() -> None:

@@ -123,14 +123,22 @@ def written(folder: Path, document: dict[str, Any]) -> Path:
     return path
 
 
+def test_requests_of_one_prompt_id_have_one_prompt(tmp_path: Path) -> None:
+    document = levels()
+    for place, row in enumerate(document["requests"]):
+        row["prompt_id"] = f"text {place % 2}"
+    first, second, third, *_ = read_engine_log(written(tmp_path, document)).workload.requests
+    assert first.segments == third.segments != second.segments
+
+
 def test_each_place_of_a_level_sends_after_its_answer(tmp_path: Path) -> None:
     log = read_engine_log(written(tmp_path, levels()))
     assert log.settings.model == "meta-llama/Llama-3.1-8B-Instruct"
     assert log.workload.header.client.kind is ClientKind.multi_turn
     starts = log.requests.arrival_s
-    assert starts[:6] == pytest.approx([0.0, 0.1, 0.201, 0.303, 0.406, 0.51])
-    assert starts[6:10] == pytest.approx([0.615] * 4)
-    assert starts[10] == pytest.approx(0.615 + 0.106)
+    assert starts[:6] == pytest.approx([0.0, 0.104, 0.209, 0.315, 0.422, 0.53])  # 4 ms after each answer
+    assert starts[6:10] == pytest.approx([0.635] * 4)
+    assert starts[10] == pytest.approx(0.635 + 0.106 + 0.004)
     assert any("counts words" in note for note in log.notes)
 
 

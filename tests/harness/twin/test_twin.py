@@ -475,6 +475,7 @@ def test_a_question_that_changes_no_one_setting_is_refused(question: str, twin: 
 def test_a_kept_fit_is_taken_for_the_same_log_alone(twin: Twin, tmp_path: Path) -> None:
     (tmp_path / "fit-deployment.yaml").write_text("kept")
     (tmp_path / "fit-workload.jsonl").write_bytes(trace_bytes(twin.log.workload))
-    assert _kept_fit(twin.log, tmp_path) == (f"deployment={tmp_path / 'fit-deployment.yaml'}",)
+    kept = (f"deployment={tmp_path / 'fit-deployment.yaml'}",)
+    assert _kept_fit(twin.log, twin.configured, tmp_path) == (twin.log, kept)
     (tmp_path / "fit-workload.jsonl").write_bytes(b"another log")
-    assert _kept_fit(twin.log, tmp_path) == ()
+    assert _kept_fit(twin.log, twin.configured, tmp_path) == (twin.log, ())
