@@ -108,7 +108,9 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     if not 0 <= flags.tolerance < 1:
         raise UserError(f"--tolerance is {flags.tolerance:g}, must be at least 0 and below 1")
     found = pages(flags.check)
-    kept = () if flags.no_fit or flags.device else _kept_fit(log, out)
+    kept: tuple[str, ...] = ()
+    if not (flags.no_fit or flags.device):
+        log, kept = _kept_fit(log, configured(log, words), out)
     asked = configured(log, (*kept, *words))
     rows = compared(predictor(asked.config, log.workload)(asked.config.device), found)
     for line in (log.client, *asked.warnings):
