@@ -237,6 +237,8 @@ def calibrate_from_log(arguments: Arguments) -> int:
     log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
     for note in found.notes:
         remark(f"note: {note}")
+    if fit.said:
+        remark(f"note: {fit.said}")
     for doubt in doubts(fit):
         remark(f"warning: {doubt}")
     if explains_nothing(fit):

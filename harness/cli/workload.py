@@ -37,7 +37,9 @@ example:
 _ADVISE = """\
 SOURCE is a trace file of any readable format, a folder with a deployment's log (as for twin), a folder that twin has
 written (its requests; name model and device again), or a store of a sweep (its first point). Overrides (key=value) say
-the rest. Requests are simulated at their own times; nothing is measured.
+the rest. Requests are simulated at their own times; nothing is measured, but with --measure N: there several values of
+a setting (scheduler.max_running=32,64,128) span a grid, all its cells are predicted, at most N measured (engine=cpu or
+engine=vllm), and the best is named with its regret, how much worse it may be than the best of all.
 With --tokenizer DIR SOURCE is a log of chat requests as clients send them (JSON lines with messages, and tools, user,
 cache_salt, timestamp where there are any): hits of the prefix cache by pool size, the message that breaks each lost
 prefix, and what a salt per tenant costs. No model, GPU or server is needed, and nothing is simulated.
@@ -190,6 +192,8 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, metavar="N", help=most)
     chats = "SOURCE is a log of chat requests: hits of the prefix cache with this folder's tokenizer and chat template"
     parser.add_argument("--tokenizer", metavar="DIR", help=chats)
+    measured = "the best cell of the grid that overrides span (key=a,b,…), of which at most N are measured"
+    parser.add_argument("--measure", type=int, metavar="N", help=measured)
 
 
 def _run_chats(arguments: Arguments) -> int:
@@ -202,9 +206,9 @@ def _run_chats(arguments: Arguments) -> int:
         if key != "cache.block_size" or not value.isdecimal() or not int(value):
             raise UserError(f"{word}: with --tokenizer only cache.block_size=N can be set, N at least 1")
         block_size = int(value)
-    if flags.model or flags.device or flags.requests or flags.slo != SLO:
+    if flags.model or flags.device or flags.requests or flags.measure or flags.slo != SLO:
         raise UserError(
-            "--model, --device, --slo, --requests: not with --tokenizer, which counts the prefix cache alone"
+            "--model, --device, --slo, --requests, --measure: not with --tokenizer, which counts the prefix cache alone"
         )
     tokenizer = tokenizer_of(flags.tokenizer)
     log = read_chat(Path(flags.source).expanduser(), tokenizer)
@@ -224,11 +228,28 @@ def _run_advise(arguments: Arguments) -> int:
     if flags.requests is not None and flags.requests < 1:
         raise UserError("--requests: must be at least 1")
     words = _words(arguments)
+    if flags.measure is not None:
+        return _measure(flags, words, parse_slo(flags.slo))
     found = case_of(Path(flags.source).expanduser(), words, parse_slo(flags.slo), flags.requests)
     for line in (str(found.case.scope), *found.said):
         say(line)
     advice = advise(found.case, lambda what: remark(f"simulating: {what}"), found.measured)
     _say_advice(found.case, advice)
+    return 0
+
+
+def _measure(flags: argparse.Namespace, words: list[str], slo: "Slo") -> int:
+    from harness.capacity.tune import tune_grid
+
+    source = Path(flags.source).expanduser()
+    if flags.measure < 1 or flags.requests is not None or not source.is_file():
+        raise UserError(
+            "--measure N: at least 1 cell, of a SOURCE that is a trace file; workload.num_requests takes fewer requests"
+        )
+    overrides = ["trace=file", f"trace.path={source}", *_WHOLE, *words]
+    last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
+    for line in tune_grid(list(last.values()), slo, flags.measure, lambda what: remark(f"{what}")):
+        say(line)
     return 0
 
 

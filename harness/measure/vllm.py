@@ -82,7 +82,7 @@ def measure_on_vllm(
     """
     deployment, pool = point.deployment, point.pool
     engine = _engine(deployment.vllm_python, deployment.engine.threads)
-    engine.ask({"begin": _settings(deployment)})
+    engine.ask({"begin": engine_settings(deployment)})
     live, kept, recording, lru = dict[int, Request](), new_log(point), PlanRecording(), NotedLru()
     clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
     yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
@@ -109,7 +109,7 @@ def measure_on_vllm(
     return MeasuredRun(log, recording, executor.audits, readings, compared.section())
 
 
-def _settings(deployment: Deployment) -> dict[str, Any]:
+def engine_settings(deployment: Deployment) -> dict[str, Any]:
     """What vLLM is asked for: its own arguments, and the values of the model's config.json or its folder."""
     pool, limits, cache = deployment.pool, deployment.limits, deployment.cache
     flags: dict[str, Any] = {

@@ -20,6 +20,14 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 _driver: Any = import_module("vllm_driver")
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+    "VLLM_CPU_KVCACHE_SPACE": os.environ.get("VLLM_CPU_KVCACHE_SPACE", "1"),
+    "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
+}
 _CLOCKS: dict[str, Callable[[], float]] = {"cpu": time.thread_time, "wall": time.perf_counter}
 
 
@@ -28,7 +36,7 @@ class CoreRun(_driver.Watched):  # type: ignore[misc]  # it is imported by its p
 
     def __init__(self, core: Any, clock: Callable[[], float]) -> None:
         _drain(core)
-        core.scheduler = _fresh(core.scheduler, core)
+        core.scheduler = fresh(core.scheduler, core)
         super().__init__(core.scheduler, core.request_block_hasher)
         self._core = core
         self._clock = clock
@@ -120,7 +128,7 @@ def _drain(core: Any) -> None:
         core.step()
 
 
-def _fresh(scheduler: Any, core: Any) -> Any:
+def fresh(scheduler: Any, core: Any) -> Any:
     """A scheduler like this one over an empty pool."""
     return type(scheduler)(
         vllm_config=core.vllm_config,
@@ -132,8 +140,8 @@ def _fresh(scheduler: Any, core: Any) -> Any:
     )
 
 
-def _core(asked: dict[str, Any], folder: str, clock: Callable[[], float]) -> Any:
-    """vLLM's engine core with the model, warmed up by one request."""
+def new_core(asked: dict[str, Any], folder: str) -> Any:
+    """vLLM's engine core with the model; `folder` is for its config.json."""
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor import Executor
 
@@ -144,8 +152,13 @@ def _core(asked: dict[str, Any], folder: str, clock: Callable[[], float]) -> Any
         path, words = folder, ["--load-format", "dummy"]
     words += ["--model", path, "--skip-tokenizer-init", "--enforce-eager", *_driver.words_of(asked["flags"])]
     config = _driver.resolved_config(words)
-    core = EngineCore(config, Executor.get_class(config), log_stats=False)
-    Attention.time(config, clock)
+    return EngineCore(config, Executor.get_class(config), log_stats=False)
+
+
+def _warm_core(asked: dict[str, Any], folder: str, clock: Callable[[], float]) -> Any:
+    """The same, timed, and warmed up by one request."""
+    core = new_core(asked, folder)
+    Attention.time(core.vllm_config, clock)
     run = CoreRun(core, clock)
     run.submit({"id": 0, "ids": [1] * 8, "output": (0, 2)})
     _ = [run.step(audit=False) for _ in range(2)]
@@ -154,10 +167,7 @@ def _core(asked: dict[str, Any], folder: str, clock: Callable[[], float]) -> Any
 
 def main() -> int:
     """Serve the lines of standard input."""
-    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", HF_HUB_OFFLINE="1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.update(ENVIRONMENT)
     known: tuple[dict[str, Any], Any] | None = None
     run: CoreRun | None = None
 
@@ -172,7 +182,7 @@ def main() -> int:
                 if known is not None:
                     known[1].shutdown()
                 run, known = None, None  # its memory is free before the next one takes its own
-                known = settings, _core(settings, folder, clock)
+                known = settings, _warm_core(settings, folder, clock)
             run = CoreRun(known[1], clock)
             return {"vllm": vllm.__version__}
         assert run is not None, "begin comes first"

@@ -29,10 +29,12 @@ from harness.twin.residuals import (
     LINK_CONSTANTS,
     PRIOR_WEIGHT,
     TURN_CONSTANT,
+    FitProblem,
     Progress,
     Residuals,
 )
 from harness.twin.sharing import cached_before
+from harness.twin.step_fit import StepResiduals, steps_to_fit
 from harness.twin.trust import band_lines, bands_of_log, errors_by_part
 from harness.twin.what_ifs import figures_of
 from harness.workload.deployment import deployment_of, settings_text
@@ -77,6 +79,7 @@ class Fit:
     prediction: PredictedRun
     kept: bool = True  # False: the description predicts the held-out part better, so that `device` is the described one
     cost: float = 0.0  # half the sum of squared residuals, priors included
+    said: str = ""  # of a fit to steps: how their error splits
 
 
 def requests_to_fit(requests: int) -> int:
@@ -111,7 +114,9 @@ def fit_device(
     if not 1 <= first < count:
         reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
         raise UserError(reason)
-    problem = Residuals(log, config, first, progress)
+    steps = steps_to_fit(log, config, first)
+    regression = StepResiduals(steps, config, progress) if steps is not None else None
+    problem = regression or Residuals(log, config, first, progress)
     zero = np.zeros(len(problem.constants))
     start = problem.start()
     # The search has its origin at the start: the first step is as long as that is far from it, or 1.
@@ -134,6 +139,8 @@ def fit_device(
         ttft_spread=found_others.ttft_spread,
     )
     before, after = whole(problem.device(zero)), whole(device)
+    if regression is not None:
+        device = replace(device, ttft_spread=_of_quarters(after, log, first))
     rest = slice(first, None)
     held_out = errors_of(after, log, rest)
     kept = not held_out.worst > max(1.0, errors_of(before, log, rest).worst)
@@ -152,7 +159,16 @@ def fit_device(
         after,
         kept,
         float(found.cost),
+        "" if regression is None else regression.said(place),
     )
+
+
+def _of_quarters(found: PredictedRun, log: EngineLog, first: int) -> float:
+    """What a fit to steps leaves of TTFT: root mean square of its mean errors in quarters of the fitted requests."""
+    measured = log.requests.take(slice(0, first))
+    floor = float(np.median(measured.ttft_s)) / 2
+    errors = np.log((found.ttft_s(measured) + floor) / (measured.ttft_s + floor))
+    return float(np.sqrt(np.mean([part.mean() ** 2 for part in np.array_split(errors, 4)])))
 
 
 _DOUBTFUL = {"TPOT": 0.1, "TTFT": 0.25}  # errors of the fitted part that no noise of a log explains
@@ -267,7 +283,7 @@ def log_of_cached_prompts(log: EngineLog, found: Configured) -> EngineLog | None
     return None if workload is None else replace(log, workload=workload)
 
 
-def _described(problem: Residuals, scaled: FloatArray) -> tuple[FittedConstant, ...]:
+def _described(problem: FitProblem, scaled: FloatArray) -> tuple[FittedConstant, ...]:
     """The constants before and after, with the spread that the log leaves them."""
     slopes = problem.jacobian(scaled) / PRIOR_WEIGHT  # in units in which the prior has the variance 1
     left = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.twin.settings import EngineSettings
+from harness.twin.steps import LoggedSteps
 from traces.trace import OPEN, Trace
 
 FloatArray = npt.NDArray[np.float64]
@@ -132,6 +133,7 @@ class EngineLog:
     dropped: Mapping[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     client: str = f"The client is {OPEN}."
+    steps: LoggedSteps | None = None
 
     @property
     def lost(self) -> str:

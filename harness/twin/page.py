@@ -67,6 +67,8 @@ def notes(twin: Twin) -> list[str]:
     """What was assumed, left out or is not priced."""
     found = [] if twin.fit is None else [f"Warning: {doubt}" for doubt in doubts(twin.fit)]
     found += [*twin.log.notes, *twin.configured.notes]
+    if twin.fit is not None and twin.fit.said:
+        found.append(twin.fit.said)
     found += [
         f"{count:,} rows of the log are not in the twin: {reason}."
         for reason, count in twin.log.dropped.items()

@@ -15,6 +15,7 @@ from harness.twin.log import Timeseries
 from harness.twin.pagetwin_probe import FORMAT
 from harness.twin.rows import LoggedRequest, RequestLog, as_whole, placed
 from harness.twin.settings import VLLM, EngineSettings
+from harness.twin.steps import LoggedSteps, StepLine, StepReader
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
 from traces.formats.parsing import require_list, require_object
@@ -37,6 +38,7 @@ class ProbeLog:
     requests: RequestLog
     settings: EngineSettings
     series: Timeseries | None
+    steps: LoggedSteps | None
     notes: list[str]
 
 
@@ -59,6 +61,7 @@ class _Reader:
     """The state of reading line after line."""
 
     log: RequestLog
+    batch: StepReader
     requests: dict[int, _Request] = field(default_factory=dict)
     steps: list[tuple[int, ...]] = field(
         default_factory=list
@@ -82,23 +85,29 @@ class _Reader:
         known = None if hashes is None else tuple(map(str, require_list(hashes, "hashes")))
         queued = as_whole(queued, "req")
         arrival = min(_signed(arrival, "req"), queued)  # two clocks of one machine
-        prompt = as_whole(prompt, "req", 1)
-        self.requests[as_whole(number, "req")] = _Request(str(name), prompt, arrival, queued, known, line)
+        prompt, number = as_whole(prompt, "req", 1), as_whole(number, "req")
+        self.requests[number] = _Request(str(name), prompt, arrival, queued, known, line)
+        self.batch.queued(number, prompt)
 
     def _step(self, record: Mapping[str, Any]) -> None:
         began, *parts = (as_whole(one, "t") for one in _fields(record, "t", 4))
         free = as_whole(_fields(record, "free", 2)[0], "free")
-        counts = (as_whole(record.get(name), name) for name in ("run", "wait"))
-        self.steps.append((began, *parts, *counts, free))
-        for row in require_list(record.get("in", []), "in"):
-            number, cached, _ = (as_whole(one, "in") for one in _list(row, "in", 3))
+        running, waiting = (as_whole(record.get(name), name) for name in ("run", "wait"))
+        self.steps.append((began, *parts, running, waiting, free))
+        enter, several = (_triples(record, name) for name in ("in", "part"))
+        absent, preempted = (_numbers(record.get(name, []), name) for name in ("off", "out"))
+        rows, told = as_whole(record.get("rows"), "rows"), StepLine(enter, several, absent, preempted)
+        self.batch.step((began, *parts), rows, waiting, told)
+        for number, cached, _ in enter:
             entering = self.requests.get(number)
             if entering is not None and entering.scheduled is None:
                 entering.scheduled, entering.cached = began, cached
 
     def _ended(self, record: Mapping[str, Any], line: int) -> None:
         number, reason, tokens, first, at, _ = _fields(record, "end", 6)
-        request = self.requests.pop(as_whole(number, "end"), None)
+        number = as_whole(number, "end")
+        self.batch.ended(number)
+        request = self.requests.pop(number, None)
         if request is None:
             self.log.add("queued before the log begins")
         elif reason not in _ENDS or first is None or request.scheduled is None:
@@ -130,7 +139,10 @@ def read_probe(files: Sequence[SourceFile]) -> ProbeLog:
         if other.get("pid") != head.get("pid"):
             reason = f"is of another engine than {first.name}; read the files of one engine at a time"
             raise TraceError(file.path, 1, "pid", reason)
-    reader, notes = _Reader(RequestLog("PageTwin's probe of vLLM", first)), list[str]()
+    with placed(first, 1):
+        config = require_object(head.get("config"), "config")
+        batch = StepReader(as_whole(config.get("block_size"), "block_size", 1))
+    reader, notes = _Reader(RequestLog("PageTwin's probe of vLLM", first), batch), list[str]()
     for place, (_, file) in enumerate(heads):
         for line, record in _records(file, notes, last=place == len(heads) - 1):
             with placed(file, line):
@@ -138,7 +150,6 @@ def read_probe(files: Sequence[SourceFile]) -> ProbeLog:
     for _ in reader.requests:
         reader.log.add("not ended when the log ends")
     with placed(first, 1):
-        config = require_object(head.get("config"), "config")
         if head.get("hash_block_tokens") is not None:
             reader.log.block_tokens = as_whole(head["hash_block_tokens"], "hash_block_tokens", 1)
         told = {name: value for name, value in config.items() if name not in _NO_OPTIONS}
@@ -150,11 +161,11 @@ def read_probe(files: Sequence[SourceFile]) -> ProbeLog:
             f"{first.name}: {reader.lost:,} lines were lost, because the disk of the server was too slow."
         )
     if not reader.steps:
-        return ProbeLog(reader.log, settings, None, notes)
+        return ProbeLog(reader.log, settings, None, None, notes)
     steps = np.array(reader.steps, dtype=np.float64)
     notes.append(_split(first.name, steps))
     series = Timeseries((steps[:, 0] + steps[:, 1]) * _NS, steps[:, 4], steps[:, 5], 1 - steps[:, 6] / pool)
-    return ProbeLog(reader.log, settings, series, notes)
+    return ProbeLog(reader.log, settings, series, batch.steps(), notes)
 
 
 def _split(name: str, steps: np.ndarray[Any, np.dtype[np.float64]]) -> str:
@@ -203,6 +214,14 @@ def _list(value: object, name: str, length: int) -> list[Any]:
 
 def _fields(record: Mapping[str, Any], name: str, length: int) -> list[Any]:
     return _list(record.get(name), name, length)
+
+
+def _numbers(value: object, name: str) -> list[int]:
+    return [as_whole(one, name) for one in require_list(value, name)]
+
+
+def _triples(record: Mapping[str, Any], name: str) -> list[list[int]]:
+    return [_numbers(_list(row, name, 3), name) for row in require_list(record.get(name, []), name)]
 
 
 def _signed(value: object, name: str) -> int:

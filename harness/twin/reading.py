@@ -27,6 +27,7 @@ from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
 from harness.twin.settings import EngineSettings, with_sglang_defaults, with_vllm_defaults
 from harness.twin.sharing import trace_of_log
+from harness.twin.steps import LoggedSteps
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, open_source
 from traces.formats.kv_events import is_events
@@ -108,6 +109,7 @@ def _engine_log(folder: Path) -> EngineLog:
         log.dropped,
         (*notes, *_assumptions(times), *sharing),
         client.said,
+        None if found.steps is None else found.steps.from_origin(origin),
     )
 
 
@@ -163,6 +165,7 @@ class _Found:
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
     events: list[tuple[Path, BlockEvents]] = field(default_factory=list)  # KV cache events
     probed: list[SourceFile] = field(default_factory=list)  # files of one log of the probe
+    steps: LoggedSteps | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -273,6 +276,7 @@ def _take_probe(found: _Found) -> None:
     found.settings.append((path, log.settings))
     if log.series is not None:
         found.series.append((path, log.series))
+    found.steps = log.steps
     found.notes += log.notes
 
 

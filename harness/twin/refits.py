@@ -13,7 +13,7 @@ from scipy.optimize import lsq_linear
 
 from harness.point.bands import DRAWS
 from harness.twin.log import FloatArray, IntArray
-from harness.twin.residuals import PRIOR_WEIGHT, Residuals
+from harness.twin.residuals import PRIOR_WEIGHT, FitProblem
 
 _NEIGHBOURS = 8  # requests that are drawn together
 _PARTS = 4
@@ -32,7 +32,7 @@ class Refits:
     ttft_spread: float
 
 
-def refits(problem: Residuals, place: FloatArray) -> Refits:
+def refits(problem: FitProblem, place: FloatArray) -> Refits:
     """Other fits of the same log around the place of the fit."""
     draw = np.random.default_rng(11)
     count = len(problem.errors(place)[1])
@@ -54,7 +54,7 @@ def refits(problem: Residuals, place: FloatArray) -> Refits:
     return Refits(fits, *_unexplained(problem, place, part))
 
 
-def _moved(problem: Residuals, place: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:
+def _moved(problem: FitProblem, place: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:
     """Where the fit lies for requests of other weights, and priors moved by so many of their spreads."""
     slopes = np.vstack([problem.slopes(place, weights), PRIOR_WEIGHT * np.eye(len(place))])
     aim = np.concatenate([problem.misfits(place, weights), PRIOR_WEIGHT * (place - prior)])
@@ -62,7 +62,7 @@ def _moved(problem: Residuals, place: FloatArray, weights: FloatArray, prior: Fl
     return np.asarray(lsq_linear(slopes, -aim, bounds=(np.minimum(low, -1e-9), np.maximum(high, 1e-9))).x)
 
 
-def _allowed(problem: Residuals, place: FloatArray, move: FloatArray) -> FloatArray:
+def _allowed(problem: FitProblem, place: FloatArray, move: FloatArray) -> FloatArray:
     """The place moved, by less where the log does not allow it: derivatives of a simulation hold nearby only."""
 
     def misfit(at: FloatArray) -> float:
@@ -77,7 +77,7 @@ def _allowed(problem: Residuals, place: FloatArray, move: FloatArray) -> FloatAr
     return place + move
 
 
-def _unexplained(problem: Residuals, place: FloatArray, part: IntArray) -> tuple[float, float]:
+def _unexplained(problem: FitProblem, place: FloatArray, part: IntArray) -> tuple[float, float]:
     """Root mean squares of the errors of mean TPOT and TTFT of each part of the time, which the fit has not seen."""
     errors = []
     for number in range(_PARTS):

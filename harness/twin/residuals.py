@@ -6,7 +6,8 @@ constant of a step), so each has bounds and a weak prior: the value that the dev
 on the logarithm.
 """
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -104,43 +105,34 @@ def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
     return (*CONSTANTS, *links, wide, token, *turns)
 
 
-class Residuals:
-    """The residuals of a fit over the constants' logarithms, in units of their priors' spreads."""
+class FitProblem(ABC):
+    """A fit over the constants' logarithms, in units of their priors' spreads: misfits to a log, and to the priors.
 
-    def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
-        self._base = config.device
-        self.constants = constants_of_log(log, config)
+    The misfits belong to `units`: requests in the order of their entry, or neighbouring steps.
+    """
+
+    def __init__(self, constants: Sequence[Constant], base: DeviceConfig, progress: Progress | None) -> None:
+        self._base = base
+        self.constants = tuple(constants)
         self._spread = np.array([one.spread for one in self.constants])
-        self._centre = np.array([one.scale(one.prior(config.device)) for one in self.constants])
+        self._centre = np.array([one.scale(one.prior(base)) for one in self.constants])
         ends = np.array([(one.scale(one.low), one.scale(one.high)) for one in self.constants]).T
         self.scaled_low, self.scaled_high = (ends - self._centre) / self._spread
-        self._measured = log.requests.take(slice(0, first))
-        last_s = float(self._measured.last_token_s.max())
-        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
-        # of them where it is served sooner.
-        entered = int((log.requests.entered_s <= last_s).sum()) + (
-            log.workload.header.client.max_in_flight or 0
-        )
-        rows = log.workload.requests[:entered]
-        part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
-        self._predict = predictor(config, part)
-        tpot = self._measured.tpot_s
-        # An engine that gives all tokens at once leaves 0 between them, which has no logarithm.
-        self._several = np.nan_to_num(tpot) > 0
-        if self._several.any():
-            self._floor_s = float(np.median(tpot[self._several]))
-        else:
-            self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
-        if self._floor_s <= 0:
-            raise UserError(
-                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
-                "the log has no durations that a fit could learn from"
-            )
-        self._begun = _begun(log, first)
-        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
         self._known: dict[bytes, tuple[FloatArray, FloatArray]] = {}
         self._progress = progress
         self.simulations = 0
+
+    @abstractmethod
+    def misfits(self, scaled: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+        """The residuals without those of the priors; `weights` says how often each unit counts, None once."""
+
+    @abstractmethod
+    def errors(self, scaled: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Logarithms of predicted over measured time of each unit: per token or step, and to the first token."""
+
+    def start(self) -> FloatArray:
+        """Where the search begins: at the priors, beside one that is a bound: on it the search cannot move."""
+        return np.array([0.5 * one.step * one.linear for one in self.constants])
 
     def device(self, scaled: FloatArray) -> DeviceConfig:
         """The device at a place of the search."""
@@ -149,58 +141,9 @@ class Residuals:
             setattr(found, constant.key, constant.value(float(place)))
         return found
 
-    def start(self) -> FloatArray:
-        """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
-        # Beside a prior that is a bound: on it the search cannot move.
-        at_priors = np.array([0.5 * one.step * one.linear for one in self.constants])
-        keys = [one.key for one in self.constants]
-        if TURN_CONSTANT.key not in keys:
-            return at_priors
-        places = []
-        for values in product(*_STARTS.values()):
-            place = at_priors.copy()
-            for key, value in zip(_STARTS, values, strict=True):
-                index = keys.index(key)
-                place[index] = (value - self._centre[index]) / self._spread[index]
-            places.append(place)
-        return min(places, key=lambda place: float(np.square(self.residuals(place)).sum()))
-
     def residuals(self, scaled: FloatArray) -> FloatArray:
-        """Of each request's TPOT and TTFT, and of each prior; TTFT beside one step's time, so that none is 0."""
+        """The misfits, and those of the priors."""
         return np.concatenate([self.misfits(scaled), PRIOR_WEIGHT * scaled])
-
-    def misfits(self, scaled: FloatArray, weights: FloatArray | None = None) -> FloatArray:
-        """The residuals without those of the priors; `weights` says how often each request counts, None once."""
-        tpot, ttft = self.errors(scaled)
-        weights = np.ones(len(ttft)) if weights is None else weights
-        found = []
-        for errors, tolerance, chosen in (
-            (tpot, _TPOT_TOLERANCE, self._several),
-            (ttft, _TTFT_TOLERANCE, self._begun),
-        ):
-            by_prompt = np.argsort(self._measured.prompt_tokens[chosen], kind="stable")
-            robust = _robust(errors[chosen], tolerance)
-            orders = (np.arange(len(robust)), by_prompt)
-            found += [np.sqrt(0.5) * _grouped(robust, weights[chosen], order) for order in orders]
-        residuals: FloatArray = self._weight * np.concatenate(found)
-        return residuals
-
-    def errors(self, scaled: FloatArray) -> tuple[FloatArray, FloatArray]:
-        """Logarithms of predicted over measured TPOT (nan without) and TTFT of each request."""
-        key = scaled.tobytes()
-        if key not in self._known:
-            predicted = self._predict(self.device(scaled))
-            self.simulations += 1
-            count, several = len(self._measured), self._several
-            tpot = np.full(count, np.nan)
-            tpot[several] = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
-            floor = self._floor_s
-            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
-            self._known[key] = (tpot, ttft)
-            if self._progress:
-                residuals = self.residuals(scaled)
-                self._progress(self.simulations, 0.5 * float(residuals @ residuals))
-        return self._known[key]
 
     def residuals_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
         """`residuals` at a place relative to `start`."""
@@ -244,6 +187,88 @@ def _begun(log: EngineLog, first: int) -> BoolArray:
     return np.arange(first) >= opening
 
 
+class Residuals(FitProblem):
+    """The misfits of TPOT and TTFT of each request, by running the simulator.
+
+    TTFT counts beside one step's time, so that none is 0.
+    """
+
+    def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
+        super().__init__(constants_of_log(log, config), config.device, progress)
+        self._measured = log.requests.take(slice(0, first))
+        last_s = float(self._measured.last_token_s.max())
+        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
+        # of them where it is served sooner.
+        entered = int((log.requests.entered_s <= last_s).sum()) + (
+            log.workload.header.client.max_in_flight or 0
+        )
+        rows = log.workload.requests[:entered]
+        part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
+        self._predict = predictor(config, part)
+        tpot = self._measured.tpot_s
+        # An engine that gives all tokens at once leaves 0 between them, which has no logarithm.
+        self._several = np.nan_to_num(tpot) > 0
+        if self._several.any():
+            self._floor_s = float(np.median(tpot[self._several]))
+        else:
+            self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
+        if self._floor_s <= 0:
+            raise UserError(
+                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
+                "the log has no durations that a fit could learn from"
+            )
+        self._begun = _begun(log, first)
+        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
+
+    def start(self) -> FloatArray:
+        """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
+        at_priors = super().start()
+        keys = [one.key for one in self.constants]
+        if TURN_CONSTANT.key not in keys:
+            return at_priors
+        places = []
+        for values in product(*_STARTS.values()):
+            place = at_priors.copy()
+            for key, value in zip(_STARTS, values, strict=True):
+                index = keys.index(key)
+                place[index] = (value - self._centre[index]) / self._spread[index]
+            places.append(place)
+        return min(places, key=lambda place: float(np.square(self.residuals(place)).sum()))
+
+    def misfits(self, scaled: FloatArray, weights: FloatArray | None = None) -> FloatArray:
+        """The residuals without those of the priors; `weights` says how often each request counts, None once."""
+        tpot, ttft = self.errors(scaled)
+        weights = np.ones(len(ttft)) if weights is None else weights
+        found = []
+        for errors, tolerance, chosen in (
+            (tpot, _TPOT_TOLERANCE, self._several),
+            (ttft, _TTFT_TOLERANCE, self._begun),
+        ):
+            by_prompt = np.argsort(self._measured.prompt_tokens[chosen], kind="stable")
+            misfits = robust(errors[chosen], tolerance)
+            orders = (np.arange(len(misfits)), by_prompt)
+            found += [np.sqrt(0.5) * _grouped(misfits, weights[chosen], order) for order in orders]
+        residuals: FloatArray = self._weight * np.concatenate(found)
+        return residuals
+
+    def errors(self, scaled: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """Logarithms of predicted over measured TPOT (nan without) and TTFT of each request."""
+        key = scaled.tobytes()
+        if key not in self._known:
+            predicted = self._predict(self.device(scaled))
+            self.simulations += 1
+            count, several = len(self._measured), self._several
+            tpot = np.full(count, np.nan)
+            tpot[several] = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
+            floor = self._floor_s
+            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
+            self._known[key] = (tpot, ttft)
+            if self._progress:
+                residuals = self.residuals(scaled)
+                self._progress(self.simulations, 0.5 * float(residuals @ residuals))
+        return self._known[key]
+
+
 _GROUP = 8  # requests
 
 
@@ -261,7 +286,7 @@ def _grouped(errors: FloatArray, weights: FloatArray, order: IntArray) -> FloatA
     return found
 
 
-def _robust(errors: FloatArray, tolerance: float) -> FloatArray:
+def robust(errors: FloatArray, tolerance: float) -> FloatArray:
     """Residuals whose squares grow linearly beyond the tolerance (pseudo-Huber), with the errors' signs."""
     loss = np.sqrt(1 + (errors / tolerance) ** 2) - 1
     rooted: FloatArray = np.sign(errors) * np.sqrt(2 * loss)

@@ -29,7 +29,7 @@ SMALL = (
     *("engine=vllm", "engine.audit=full", "cost=roofline", "cost.follow_pace=false", "replay.repeats=1"),
     *("workload.num_requests=12", "cache.block_size=32", "cache.max_model_len=512", "oracle.python=absent"),
 )
-SCARCE = ("cache.pool_tokens=576", "replay=offline", "workload.prefix_share=0.5")
+SCARCE = ("cache.pool_tokens=576", "replay=offline", "workload.prefix_share=0.5", "workload.num_prefixes=2")
 
 
 def composed(*texts: str) -> RunConfig:
@@ -141,7 +141,7 @@ def live(*texts: str) -> Point:
 
 LIVE: Mapping[str, Sequence[str]] = {
     "few blocks": SCARCE,
-    "recorded times": ("workload.prefix_share=0.5",),
+    "recorded times": ("workload.prefix_share=0.5", "workload.num_prefixes=2"),
     "no prefix cache": ("cache.prefix_caching=false", "cache.pool_tokens=576", "replay=offline"),
     "closed loop": ("replay=closed", "replay.users=4"),
     "capped": ("replay.max_in_flight=3", "workload.request_rate=2000"),

