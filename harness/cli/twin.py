@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from harness.twin.twin import Twin
 
 _MORE = """\
-FOLDER holds a log of requests (vllm bench serve --save-detailed, OpenTelemetry spans, SGLang's request log, GuideLLM,
-AIPerf, LLMServingSim's recorder, or a CSV of arrival_s, prompt_tokens, output_tokens, first_token_s, last_token_s) and
-may hold the engine's settings (command line, YAML, JSON, server log), a series of its state, its KV events (trace
-capture), and the workload as a PageTwin trace. Overrides (key=value) say what the files do not, and win over them:
+FOLDER holds a log of requests (pagetwin_probe, vllm bench serve --save-detailed, OpenTelemetry spans, SGLang's request
+log, GuideLLM, AIPerf, LLMServingSim's recorder, or a CSV of arrival_s, prompt_tokens, output_tokens, first_token_s,
+last_token_s) and may hold the engine's settings (command line, YAML, JSON, server log), a series of its state, and the
+workload as a PageTwin trace. Overrides (key=value) say what the files do not, and win over them:
 device=h100, model=llama31_8b.
 With --metrics the state of a live server is scraped into FOLDER first, while the load that is logged there runs.
 With --check the /metrics page of a vLLM server, or a file with one, is compared with the prediction for FOLDER: by the

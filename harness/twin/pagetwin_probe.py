@@ -12,7 +12,7 @@ never written.
 | PAGETWIN_PROBE | the folder of the log | pagetwin-probe |
 | PAGETWIN_PROBE_FILE_MB | size of a file, after which the next one begins | 64 |
 | PAGETWIN_PROBE_FILES | files that are kept of one engine; older ones are deleted | 16 |
-| PAGETWIN_PROBE_HASHES | 1: the first 8 bytes of the hash of every full block of a prompt (what prompts share) | 0 |
+| PAGETWIN_PROBE_HASHES | 1: the first 8 bytes of the hash of every full block of a prompt and its answer | 0 |
 
 A log is lines of JSON. The first of each file has `pagetwin_probe` (the version of this format), `config` (what the
 engine made of its arguments, under vLLM's names) and the clock: times are whole ns since `unix_ns`. Then, as it
@@ -26,7 +26,8 @@ happens (requests are numbered as they come):
   its cached tokens and those it computes; `part`: rows of other than one token of requests that were there before, each
   with tokens before and computed; `off`: running requests without a row; `out`: preempted ones. All other rows go on by
   one token.
-* `end`: number, reason, output tokens, when its first token came (null: never), when it ended, preemptions.
+* `end`: number, reason, output tokens, when its first token came (null: never), when it ended, preemptions; `hashes` of
+  the blocks that its answer filled, if asked for.
 * `lost`: lines that were not written because the disk was too slow.
 """
 
@@ -147,10 +148,10 @@ def _encoded(line: Mapping[str, Any]) -> bytes:
 class Probe:
     """What is noted of one scheduler. No method of it raises: after an error it notes nothing more."""
 
-    def __init__(self, log: Log, origin_ns: tuple[int, int], hashes: bool) -> None:
+    def __init__(self, log: Log, origin_ns: tuple[int, int], hash_tokens: int | None) -> None:
         self._log = log
         self._origin_ns, self._unix_ns = origin_ns
-        self._hashes = hashes
+        self._hash_tokens = hash_tokens  # of a hash; None: hashes are not asked for
         self._numbers: dict[str, int] = {}
         self._came = self._steps = 0
         self._silent: set[str] = set()  # requests that have begun and have no token
@@ -171,8 +172,8 @@ class Probe:
         asked = round(request.arrival_time * 1e9) - self._unix_ns
         row = [self._came, name, request.num_prompt_tokens, request.max_tokens, asked, at, request.priority]
         line: dict[str, Any] = {"req": row}
-        if self._hashes:
-            line["hashes"] = [bytes(block)[:8].hex() for block in request.block_hashes]
+        if self._hash_tokens:
+            line["hashes"] = _hashes(request.block_hashes)
         self._came += 1
         self._log.add(line)
 
@@ -259,13 +260,23 @@ class Probe:
         self._silent.discard(name)
         first = self._first_ns.pop(name, None)
         reason = str(request.get_finished_reason())
-        self._log.add(
-            {"end": [number, reason, request.num_output_tokens, first, now, request.num_preemptions]}
-        )
+        line: dict[str, Any] = {
+            "end": [number, reason, request.num_output_tokens, first, now, request.num_preemptions]
+        }
+        if self._hash_tokens:
+            # K and V of the last token are never computed
+            blocks = (request.num_prompt_tokens, request.num_tokens - 1)
+            begin, end = (tokens // self._hash_tokens for tokens in blocks)
+            line["hashes"] = _hashes(request.block_hashes[begin:end])
+        self._log.add(line)
 
     def close(self) -> None:
         """Write what is left."""
         self._log.close()
+
+
+def _hashes(blocks: Any) -> list[str]:
+    return [bytes(block)[:8].hex() for block in blocks]
 
 
 def _is_whole(request: Any) -> bool:
@@ -308,14 +319,16 @@ def config_of(scheduler: Any) -> dict[str, Any]:
 def new_probe(scheduler: Any, version: str) -> Probe | None:
     """The probe of a scheduler; None where the folder of its log cannot be written."""
     origin = time.monotonic_ns(), time.time_ns()
-    hashes = os.environ.get("PAGETWIN_PROBE_HASHES") == "1"
+    hash_tokens = None
+    if os.environ.get("PAGETWIN_PROBE_HASHES") == "1":
+        hash_tokens = getattr(scheduler, "hash_block_size", scheduler.block_size)
     folder = Path(os.environ.get("PAGETWIN_PROBE") or "pagetwin-probe")
     head = {
         "pagetwin_probe": FORMAT,
         "vllm": version,
         "pid": os.getpid(),
         "unix_ns": origin[1],
-        "hash_block_tokens": getattr(scheduler, "hash_block_size", scheduler.block_size) if hashes else None,
+        "hash_block_tokens": hash_tokens,
         "config": config_of(scheduler),
     }
     file_bytes = int(float(os.environ.get("PAGETWIN_PROBE_FILE_MB") or 64) * _MB)
@@ -325,7 +338,7 @@ def new_probe(scheduler: Any, version: str) -> Probe | None:
         _logger.warning("PageTwin's probe cannot write its log: %s", error)
         return None
     _logger.info("PageTwin's probe writes %s", log.path(0))
-    return Probe(log, origin, hashes)
+    return Probe(log, origin, hash_tokens)
 
 
 @lru_cache

@@ -81,8 +81,7 @@ class _Reader:
 
     def _queued(self, record: Mapping[str, Any], line: int) -> None:
         number, name, prompt, _, arrival, queued, _ = _fields(record, "req", 7)
-        hashes = record.get("hashes")
-        known = None if hashes is None else tuple(map(str, require_list(hashes, "hashes")))
+        known = None if record.get("hashes") is None else _hashes(record)
         queued = as_whole(queued, "req")
         arrival = min(_signed(arrival, "req"), queued)  # two clocks of one machine
         prompt, number = as_whole(prompt, "req", 1), as_whole(number, "req")
@@ -125,6 +124,7 @@ class _Reader:
                     scheduled_s=request.scheduled * _NS,
                     cached_tokens=min(request.cached, request.prompt_tokens),
                     hash_ids=request.hashes,
+                    answer_ids=_hashes(record),
                     line=request.line,
                 )
             )
@@ -214,6 +214,10 @@ def _list(value: object, name: str, length: int) -> list[Any]:
 
 def _fields(record: Mapping[str, Any], name: str, length: int) -> list[Any]:
     return _list(record.get(name), name, length)
+
+
+def _hashes(record: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(map(str, require_list(record.get("hashes", []), "hashes")))
 
 
 def _numbers(value: object, name: str) -> list[int]:

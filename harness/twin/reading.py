@@ -20,7 +20,6 @@ from harness.twin import exports, printed, settings_files
 from harness.twin.client import LogClient, client_of, states_too_little
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
-from harness.twin.kv_join import BlockEvents, read_block_events
 from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
 from harness.twin.probe_log import read_probe
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
@@ -85,23 +84,20 @@ def _engine_log(folder: Path) -> EngineLog:
     times = _times(rows, origin)
     notes = [*found.notes, *log.notes]
     workload = _only(folder, found.workloads, "workload")
-    events = _only(folder, found.events, "file of KV events")
     if workload is None:
-        trace, sharing = trace_of_log(log, rows, times, found.prompts, events)
+        trace, sharing = trace_of_log(log, rows, times, found.prompts)
     else:
         trace, sharing = _matched(workload, log, rows, times), ()
-        if events is not None:
-            sharing = (f"{events.file}: KV events, not used: the workload says what is shared.",)
     client, doubt = _client(log, rows, times, trace)
     notes += doubt
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
         notes.append(note)
-    groups = (logs, found.settings, found.series, found.workloads, found.events)
+    groups = (logs, found.settings, found.series, found.workloads)
     return EngineLog(
         folder.resolve().name,
-        with_ceilings(_merged_settings(found, log, events), times, series, trace),
+        with_ceilings(_merged_settings(found, log), times, series, trace),
         times,
         client.sends(trace, times),
         series,
@@ -163,7 +159,6 @@ class _Found:
     workloads: list[tuple[Path, Trace]] = field(default_factory=list)
     settings: list[tuple[Path, EngineSettings]] = field(default_factory=list)
     prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)  # token ids by request
-    events: list[tuple[Path, BlockEvents]] = field(default_factory=list)  # KV cache events
     probed: list[SourceFile] = field(default_factory=list)  # files of one log of the probe
     steps: LoggedSteps | None = None
     notes: list[str] = field(default_factory=list)
@@ -172,7 +167,10 @@ class _Found:
 def _read_path(path: Path, found: _Found, *, alone: bool) -> None:
     """Read a file. What is no text is named in the notes, unless it is all there is."""
     if is_events(path):
-        found.events.append((path, read_block_events(path)))
+        found.notes.append(
+            f"{path.name}: KV events, not read: they name no request. pagetwin_probe with PAGETWIN_PROBE_HASHES=1 says "
+            "what prompts and answers share."
+        )
         return
     try:
         file = open_source(path)
@@ -447,7 +445,7 @@ def _on_clock(series: Timeseries, times: LoggedRequests) -> tuple[Timeseries, st
     return replace(series, at_s=series.at_s + fine[best]), note
 
 
-def _merged_settings(found: _Found, log: RequestLog, events: BlockEvents | None) -> EngineSettings:
+def _merged_settings(found: _Found, log: RequestLog) -> EngineSettings:
     """The settings of all files. What an engine printed or found out wins over what it was told.
 
     Raises:
@@ -463,9 +461,6 @@ def _merged_settings(found: _Found, log: RequestLog, events: BlockEvents | None)
         merged = merged.filled(settings)
     if merged.model is None and "model_id" in log.facts:
         merged = merged.changed(log.file.name, model=str(log.facts["model_id"]))
-    if events is not None:  # only a prefix cache has events
-        shown = {"block_size": events.block_size, "prefix_caching": True}
-        merged = merged.completed(events.file, shown)
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 

@@ -52,6 +52,7 @@ class LoggedRequest:
     cached_tokens: int | None = None
     prompt_ids: tuple[int, ...] | None = None
     hash_ids: tuple[int | str, ...] | None = None  # of the prompt's blocks, each chained to those before it
+    answer_ids: tuple[str, ...] = ()  # of the blocks behind those of the prompt that its output filled
     prefix: str | None = None  # name of the text that the prompt begins with, with `prefix_tokens` of it
     prefix_tokens: int | None = None
     session: str | None = None  # the conversation of which it is a turn

@@ -1,4 +1,4 @@
-"""What the prompts of a log share, as prefix keys: from token ids, block ids, named prefixes, KV events or hit counts.
+"""What the prompts of a log share, as prefix keys: from token ids, block ids, named prefixes or hit counts.
 
 The first of these that a log has is used, in this order. Hit counts (`cached_tokens`) alone do not say which earlier
 prompt a request shares its beginning with; it is taken to be the one that fits the count best.
@@ -6,15 +6,14 @@ prompt a request shares its beginning with; it is taken to be the one that fits 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 
-from harness.twin.kv_join import BlockEvents, Joined, join
 from harness.twin.log import LoggedRequests
 from harness.twin.rows import LoggedRequest, RequestLog
 from traces.errors import TraceError
-from traces.formats.kv_events import EventHash
 from traces.formats.segments import Tokens, TokenTree
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest, revised
 
@@ -39,10 +38,9 @@ def trace_of_log(
     rows: Sequence[LoggedRequest],
     times: LoggedRequests,
     prompts: Mapping[str, tuple[int, ...]],
-    events: BlockEvents | None,
 ) -> tuple[Trace, tuple[str, ...]]:
     """The requests as a trace that arrives at `entered_s`, and notes on what is known of their sharing."""
-    shared = _shared(log, rows, times, prompts, events)
+    shared = _shared(log, rows, times, prompts)
     requests = tuple(
         TraceRequest(
             i, round(float(at_s) * 1e6), row.prompt_tokens, row.output_tokens, segments, output_key=key
@@ -63,26 +61,22 @@ def _shared(
     rows: Sequence[LoggedRequest],
     times: LoggedRequests,
     prompts: Mapping[str, tuple[int, ...]],
-    events: BlockEvents | None,
 ) -> Shared:
-    unused = [] if events is None else [f"{events.file}: KV events, not used: the log itself says more."]
     ids = [_ids_of(row, prompts) for row in rows]
     if any(len(tokens) for tokens in ids):
-        found = _by_token_ids(rows, ids)
-    elif any(row.hash_ids for row in rows):
-        found = _by_block_ids(log, rows)
-    elif any(row.prefix is not None for row in rows):
-        found = _by_names(rows)
-    elif events is not None:
-        return _by_events(join(events, times), rows)
-    elif any(row.cached_tokens for row in rows):
-        found = _by_counts(rows, times)
-    else:
-        text = "requests: the log does not say which prompts share a beginning; none is assumed to."
-        if all(row.cached_tokens == 0 for row in rows):
-            text = "requests: no prompt token was found in the prefix cache, so that no prompts share a beginning."
-        found = Shared(_alone(rows), (None,) * len(rows), (text,))
-    return replace(found, notes=(*found.notes, *unused))
+        return _by_token_ids(rows, ids)
+    if any(row.hash_ids for row in rows):
+        return _by_block_ids(log, rows)
+    if any(row.prefix is not None for row in rows):
+        return _by_names(rows)
+    if any(row.cached_tokens for row in rows):
+        return _by_counts(rows, times)
+    text = "requests: the log does not say which prompts share a beginning; none is assumed to."
+    if all(row.cached_tokens == 0 for row in rows):
+        text = (
+            "requests: no prompt token was found in the prefix cache, so that no prompts share a beginning."
+        )
+    return Shared(_alone(rows), (None,) * len(rows), (text,))
 
 
 def _alone(rows: Sequence[LoggedRequest]) -> tuple[tuple[Segment, ...], ...]:
@@ -143,20 +137,55 @@ def _by_token_ids(rows: Sequence[LoggedRequest], ids: Sequence[Tokens]) -> Share
 
 
 def _by_block_ids(log: RequestLog, rows: Sequence[LoggedRequest]) -> Shared:
-    """Ids of blocks, as in Mooncake's traces: equal ids mean that the prompt is equal up to the end of the block."""
+    """Ids of blocks, as in Mooncake's traces: equal ids mean that the prompt is equal up to the end of the block.
+
+    A later prompt that goes on behind an answer whose ids are known has the keys of that answer as well.
+    """
     size = _tokens_of_an_id(log, rows)
-    segments = []
-    for row in rows:
-        own, left = [], row.prompt_tokens
-        for key in row.hash_ids or ():
-            tokens = min(size, left)
-            own += [Segment(_key(key), tokens)] if tokens else []
-            left -= tokens
-        segments.append(_whole(own, row.prompt_tokens))
+    owner: dict[int | str, int] = {}  # a block of an answer, and the first request that gave it
+    for request, row in enumerate(rows):
+        for block in row.answer_ids:
+            owner.setdefault(block, request)
+    returned = {owner[block] for row in rows for block in row.hash_ids or () if block in owner}
+    segments: list[tuple[Segment, ...]] = []
+    for request, row in enumerate(rows):
+        keyed = _segments_of(row, size, rows, owner)
+        rest = row.prompt_tokens - sum(one.tokens for one in keyed)
+        if request in returned and rest:
+            keyed.append(Segment(_tail(request), rest))
+        segments.append(_whole(keyed, row.prompt_tokens))
+    outputs = tuple(_answer(request) if request in returned else None for request in range(len(rows)))
     count = sum(bool(row.hash_ids) for row in rows)
     text = f"{log.file.name}: hash_ids of {size} tokens each say which prompts of {count:,} requests share a beginning"
     text += "." if count == len(rows) else f"; the other {len(rows) - count:,} are taken to share nothing."
-    return Shared(tuple(segments), (None,) * len(rows), (text,), size)
+    return Shared(tuple(segments), outputs, (text,), size)
+
+
+def _segments_of(
+    row: LoggedRequest, size: int, rows: Sequence[LoggedRequest], owner: Mapping[int | str, int]
+) -> list[Segment]:
+    """The keyed beginning of a prompt: blocks, and answers with the rest of the prompt before them."""
+    found: list[Segment] = []
+    left = row.prompt_tokens
+    for before, blocks in groupby(row.hash_ids or (), owner.get):
+        if before is None:
+            for block in blocks:
+                found += [Segment(_key(block), min(size, left))] if left > 0 else []
+                left -= size
+        else:
+            tokens, tail = size * len(list(blocks)), rows[before].prompt_tokens % size
+            found += [Segment(_tail(before), tail)] if tail else []
+            found.append(Segment(_answer(before), tokens - tail))
+            left -= tokens
+    return found
+
+
+def _tail(request: int) -> int:
+    return _key(f"rest of prompt {request}")
+
+
+def _answer(request: int) -> int:
+    return _key(f"answer {request}")
 
 
 def _tokens_of_an_id(log: RequestLog, rows: Sequence[LoggedRequest]) -> int:
@@ -198,69 +227,11 @@ def _by_names(rows: Sequence[LoggedRequest]) -> Shared:
     return Shared(segments, (None,) * len(rows), ())
 
 
-def _key(name: EventHash | str) -> int:
-    """A 64-bit key: the number itself, the first bytes of a hash, or a digest of a name."""
+def _key(name: int | str) -> int:
+    """A 64-bit key: the number itself, or a digest of a name."""
     if isinstance(name, str):
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    if isinstance(name, bytes):
-        return int.from_bytes(name[:8], "big")
     return name & 0xFFFF_FFFF_FFFF_FFFF
-
-
-# -- KV events --------------------------------------------------------------------------------------------------------
-
-
-def _by_events(joined: Joined, rows: Sequence[LoggedRequest]) -> Shared:
-    """Keys of blocks. A later prompt that goes on behind an answer has the keys of that answer as well."""
-    size = joined.block_size
-    owner: dict[EventHash, int] = {}  # a block of an answer, and the first request that gave it
-    for request, blocks in enumerate(joined.outputs):
-        if joined.prompts[request] is not None:
-            for block in blocks:
-                owner.setdefault(block, request)
-    returned = {owner[block] for prompt in joined.prompts for block in prompt or () if block in owner}
-    segments: list[tuple[Segment, ...]] = []
-    outputs: list[int | None] = []
-    for request, row in enumerate(rows):
-        prompt = joined.prompts[request]
-        keyed = [] if prompt is None else _segments_of(prompt, joined, rows, owner)
-        back = prompt is not None and request in returned
-        rest = row.prompt_tokens - sum(one.tokens for one in keyed)
-        if back and rest:
-            keyed.append(Segment(_tail(request), rest))
-        outputs.append(_answer(request) if back else None)
-        segments.append(_whole(keyed, row.prompt_tokens))
-    return Shared(tuple(segments), tuple(outputs), joined.notes, size)
-
-
-def _segments_of(
-    prompt: Sequence[EventHash], joined: Joined, rows: Sequence[LoggedRequest], owner: Mapping[EventHash, int]
-) -> list[Segment]:
-    size, found = joined.block_size, []
-    place = 0
-    while place < len(prompt):
-        block = prompt[place]
-        before = owner.get(block)
-        if before is None:
-            found.append(Segment(_key(block), size * joined.roots.get(block, 1)))
-            place += 1
-            continue
-        tail = rows[before].prompt_tokens % size
-        end = place
-        while end < len(prompt) and owner.get(prompt[end]) == before:
-            end += 1
-        found += [Segment(_tail(before), tail)] if tail else []
-        found.append(Segment(_answer(before), (end - place) * size - tail))
-        place = end
-    return found
-
-
-def _tail(request: int) -> int:
-    return _key(f"rest of prompt {request}")
-
-
-def _answer(request: int) -> int:
-    return _key(f"answer {request}")
 
 
 # -- counts of hits ---------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ from harness.twin.reading import EngineLogError, read_engine_log
 
 RECORDING = Path(__file__).resolve().parents[2] / "data" / "deployments" / "vllm-probe" / "probe.jsonl"
 
+STEP = {"rows": 1, "tokens": 40, "run": 1, "wait": 0, "free": [30, 30], "blocks": 2}
+
 
 @pytest.fixture(scope="module")
 def log() -> EngineLog:
@@ -108,3 +110,21 @@ def test_files_of_two_engines_are_refused(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text(json.dumps({**json.loads(head), "pid": 1, "file": 1}) + "\n")
     with pytest.raises(EngineLogError, match="is of another engine than"):
         read_engine_log(tmp_path)
+
+
+def test_a_prompt_that_goes_on_behind_an_answer_has_its_key(tmp_path: Path) -> None:
+    head = text()[0]
+    lines = (
+        {"req": [0, "a", 40, 30, 0, 1, 0], "hashes": ["p0"]},
+        {"step": 0, **STEP, "t": [2, 1, 5, 1], "in": [[0, 0, 40]]},
+        {"end": [0, "length", 30, 10, 20, 0], "hashes": ["o1"]},
+        {"req": [1, "b", 100, 5, 30, 31, 0], "hashes": ["p0", "o1", "p2"]},
+        {"step": 1, **STEP, "t": [32, 1, 5, 1], "in": [[1, 64, 36]]},
+        {"end": [1, "length", 5, 40, 60, 0], "hashes": []},
+    )
+    (tmp_path / "probe.jsonl").write_text(head + "".join(json.dumps(line) + "\n" for line in lines))
+    first, second = read_engine_log(tmp_path).workload.requests
+    assert [one.tokens for one in first.segments] == [32, 8]
+    assert [one.tokens for one in second.segments] == [32, 8, 24, 32, 4]
+    assert second.segments[:2] == first.segments
+    assert second.segments[2].key == first.output_key
