@@ -13,12 +13,12 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from engine.runtime.attention.native import why_unavailable
 from engine.runtime.options import Backend
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import EngineConfig, EngineDevice
 from harness.console import install_hint
 from harness.workers import version_in
+from paged_kernels.native import why_unavailable
 
 # Packages that a record depends on; a change to the report or the command line makes no new points.
 _OURS = ("replay", "cost", "compiled", "workload", "oracle", "measure", "calibrate", "point", "metrics")

@@ -20,8 +20,7 @@ from engine.core.memory.block_tables import GroupTables
 from engine.core.options import GroupKind
 from engine.core.plan import IntArray, Row
 from engine.runtime.attention.layer import AttentionTimer, LatentStep, LayerAttention, LayerCall, PagedStep
-from engine.runtime.attention.metadata import PrefillRow, StepLayout, slots_of
-from engine.runtime.attention.select import attention_metadata
+from engine.runtime.attention.metadata import PrefillRow, StepLayout, attention_metadata, slots_of
 from engine.runtime.attention.state import StateStep, first_written
 from engine.runtime.decoding.generation import Generation, ScoredSpan
 from engine.runtime.errors import AuditError

@@ -31,7 +31,6 @@ from engine.core.plan import SlotUsage, StepPlan, StepResult
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.commit import CommitReport, RequestStats
 from engine.core.scheduling.scheduler import Scheduler
-from engine.runtime.attention.select import engine_backend
 from engine.runtime.errors import AuditError, ModelError, ParamsError, RequestError, RunError, StepError
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.group_pool import state_bytes
@@ -54,6 +53,7 @@ from engine.runtime.requests import (
 from engine.runtime.runner import Runner
 from engine.runtime.structured import Grammars
 from engine.runtime.text import Tokenizer
+from paged_kernels.backends import choose_for_layers
 
 Prompt = str | Sequence[int]
 
@@ -320,7 +320,7 @@ class Engine:
         records = options.cuda_graphs and loaded.device.type == "cuda" and grouped is None
         graphs = None
         demands = demands_of((loaded, draft), options.kv_dtype)
-        if records and engine_backend(options.backend, loaded.device, demands) == "triton":
+        if records and choose_for_layers(options.backend, loaded.device, demands).backend == "triton":
             graphs = GraphOptions(limits.max_running, limits.max_model_len or loaded.max_position)
         return Runner(
             loaded,

@@ -28,7 +28,7 @@ from engine.runtime.attention.layer import (
     PagedStep,
     latents,
 )
-from engine.runtime.attention.select import attention_metadata, check_kv_dtype, engine_backend
+from engine.runtime.attention.metadata import attention_metadata
 from engine.runtime.attention.state import mixing
 from engine.runtime.batch import (
     GroupedStep,
@@ -47,6 +47,7 @@ from engine.runtime.kv_pool import KVPool
 from engine.runtime.models.load import LoadedModel, demands_of
 from engine.runtime.options import Audit, KVDtype
 from engine.runtime.params import DEFAULT_RULES, DecodingRules
+from paged_kernels.backends import choose_for_layers
 
 
 class Drafter:
@@ -162,9 +163,8 @@ class Runner:
                 f"audit {audit!r} must be one of {', '.join(Audit)}, audit_every {audit_every} at least 1 and "
                 f"temperature {temperature} above 0"
             )
-        check_kv_dtype(kv_dtype, loaded.device, backend)
         demands = demands_of((loaded, draft), kv_dtype)
-        self.backend = engine_backend(backend, loaded.device, demands)
+        self.backend = choose_for_layers(backend, loaded.device, demands).backend
         sizes = (num_blocks, block_size, host_blocks, kv_dtype)
         self.pool: KVPool | GroupedPool
         if groups is None:

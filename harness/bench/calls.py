@@ -18,6 +18,7 @@ import torch
 from harness.bench.cases import KernelCase
 from harness.cost.timings import NATIVE
 from paged_kernels import Workspace
+from paged_kernels.backends import Demand, unavailable, unserved_by_native
 from paged_kernels.providers import Case, Provider, Run, UnsupportedCaseError, find_providers
 
 if TYPE_CHECKING:
@@ -270,19 +271,17 @@ class Native:
 
     def available(self, device: torch.device) -> str | None:
         """It needs a CPU and a C compiler."""
-        from engine.runtime.attention.native import why_unavailable
-
-        return "runs on CPUs only" if device.type != "cpu" else why_unavailable() or None
+        return unavailable("native", device) or None
 
     def prepare(self, case: Case) -> Run:
         """The attention metadata that the engine makes for the step; torch computes chunks in 16 bits, as there."""
-        from engine.runtime.attention.metadata import NativeMetadata, native_prefills, native_supports
+        from engine.runtime.attention.metadata import NativeMetadata
 
-        if not native_supports(case.q, case.key_cache, case.value_cache, case.scoring):
-            raise UnsupportedCaseError(f"{case.name} is not what the compiled kernel computes")
-        if not (case.decode or native_prefills(case.q, case.key_cache, case.value_cache, case.scoring)):
-            what = "a chunk in 16 bits that the engine leaves to torch here ('paged')"
-            raise UnsupportedCaseError(f"{case.name} is {what}")
+        demand = Demand.of(case.q, case.key_cache, case.value_cache, case.scoring)
+        if reason := unserved_by_native(demand._replace(chunk=not case.decode)):
+            raise UnsupportedCaseError(
+                f"{case.name} is left to torch ('paged'): the compiled kernel {reason}"
+            )
         token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
         pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))
         metadata = NativeMetadata(_layout(case), pool, Workspace())

@@ -120,8 +120,8 @@ def kernel_shapes(asked: TimedAttention) -> KernelShapes:
 
 
 def _serves(row: Mapping[str, Any]) -> bool:
-    """Whether C computes the row; see `native_supports` and `native_prefills` in `engine/runtime/attention`."""
-    from engine.runtime.attention.native import has_matrix_units
+    """Whether C computes the row; see `unserved_by_native` in `paged_kernels.backends`."""
+    from paged_kernels.native import has_matrix_units
 
     if row["queries"] > 1 and row["dtype"] == "bf16":
         return row["head_dim"] % 32 == 0 and has_matrix_units()

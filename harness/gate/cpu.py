@@ -44,10 +44,10 @@ def case_names() -> list[str]:
 
 def sources() -> dict[str, str]:
     """Today's sources of the timed code, by file name."""
-    import engine.runtime.attention.native
+    import paged_kernels.native
     import paged_kernels.torch
 
-    native = Path(engine.runtime.attention.native.__file__).parent
+    native = Path(paged_kernels.native.__file__).parent
     torch_paths = Path(paged_kernels.torch.__file__).parent
     files = [*(native / name for name in C_FILES), *(torch_paths / name for name in TORCH_FILES)]
     return {file.name: file.read_text(encoding="utf-8") for file in files}
@@ -85,7 +85,7 @@ def works(version: Mapping[str, str] | None, data: CpuInputs, folder: Path) -> d
         UserError: the version cannot be compiled or loaded here; the message says why.
     """
     if version is None:
-        from engine.runtime.attention.native import library
+        from paged_kernels.native import library
         from paged_kernels.torch import decode, prefill
 
         return _works(library(), decode, prefill, data)
@@ -144,7 +144,7 @@ def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
     """The C kernel of one row's chunk as `NativeMetadata` of the engine calls it."""
     import torch
 
-    from engine.runtime.attention.metadata import prefill_scratch
+    from paged_kernels.native.attention import prefill_scratch
 
     run = _c_function(library, "prefill_f32", 4, 10)
     q, table = data.q[:QUERIES].contiguous(), data.table[0].contiguous()
@@ -162,7 +162,7 @@ def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
 
 
 def _compile(version: Mapping[str, str], folder: Path) -> ctypes.CDLL:
-    from engine.runtime.attention.native import NativeUnavailableError, compile_command
+    from paged_kernels.native import NativeUnavailableError, compile_command
 
     target = folder / "accepted.so"
     if target.exists():

@@ -1,30 +1,34 @@
 """Attention over a paged KV cache: decode, prefill, cascade, writes to the cache, and copies of blocks.
 
-Each call takes a `backend`: `triton` (CUDA), `torch` (any device) or `torch_ref` (the readable reference). Importing
-this package does not import triton.
+Each call takes a `backend`: `triton` (CUDA), `native` (C on a CPU), `torch` (any device) or `torch_ref` (the readable
+reference); `auto` is the fastest that serves the call. Importing this package imports neither triton nor torch.
 """
 
-from paged_kernels.attention import (
-    cascade_attention_decode,
-    merge_attn_states,
-    paged_attention_decode,
-    paged_attention_prefill,
-)
-from paged_kernels.backends import BACKENDS, BackendChoice, choose_backend, resolve_backend
-from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
-from paged_kernels.checks import (
-    BackendUnavailableError,
-    DeviceError,
-    DtypeError,
-    KernelError,
-    OptionError,
-    ShapeError,
-    StrideError,
-    TableError,
-    WorkspaceError,
-)
-from paged_kernels.memory import Workspace
-from paged_kernels.scoring import Scoring
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paged_kernels.attention import (
+        cascade_attention_decode,
+        merge_attn_states,
+        paged_attention_decode,
+        paged_attention_prefill,
+    )
+    from paged_kernels.backends import BACKENDS, BackendChoice, choose_backend, resolve_backend
+    from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
+    from paged_kernels.checks import (
+        BackendUnavailableError,
+        DeviceError,
+        DtypeError,
+        KernelError,
+        OptionError,
+        ShapeError,
+        StrideError,
+        TableError,
+        WorkspaceError,
+    )
+    from paged_kernels.memory import Workspace
+    from paged_kernels.scoring import Scoring
 
 __all__ = [
     "BACKENDS",
@@ -50,3 +54,15 @@ __all__ = [
     "resolve_backend",
     "swap_blocks",
 ]
+_PLACES = ("attention", "backends", "cache_ops", "checks", "memory", "scoring")
+
+
+def __getattr__(name: str) -> Any:
+    """A public name, from the module that defines it: what needs no torch (`native`, `launch_policy`) stays light."""
+    if name in __all__:
+        for place in _PLACES:
+            module = import_module(f"paged_kernels.{place}")
+            if hasattr(module, name):
+                globals()[name] = getattr(module, name)
+                return globals()[name]
+    raise AttributeError(f"module 'paged_kernels' has no attribute {name!r}")

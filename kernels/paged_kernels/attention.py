@@ -21,6 +21,7 @@ import torch
 from paged_kernels import checks, reference
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
 from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
+from paged_kernels.native import attention as native
 from paged_kernels.scoring import Scoring
 from paged_kernels.torch import decode as torch_decode
 from paged_kernels.torch.decode import DecodeMetadata, decode_metadata, run_decode
@@ -94,6 +95,37 @@ def prepare_torch(
             out[span] = 0.0
             if lse is not None:
                 lse[span] = float("-inf")
+
+    return run_all
+
+
+def prepare_native(batch: PagedBatch, scoring: Scoring, out: torch.Tensor, workspace: Workspace) -> Run:
+    """As `prepare_torch`, for the C kernels. Rows of one query run together, longer ones one by one."""
+    lengths, bounds = (value.numpy().astype(np.int64) for value in (batch.seq_lens, batch.cu_seqlens_q))
+    used = np.arange(batch.block_table.shape[1]) < -(-lengths // batch.key_cache.shape[1])[:, None]
+    table = np.where(used, batch.block_table.numpy(), 0).astype(np.int64)
+    queries, caches = np.diff(bounds), (batch.key_cache, batch.value_cache)
+    single = np.flatnonzero((queries == 1) & (lengths > 0))
+    rows, places = native.decode_rows(table[single], lengths[single]), torch.from_numpy(bounds[single])
+    chunks = [
+        (row, slice(bounds[row], bounds[row + 1])) for row in np.flatnonzero((queries > 1) & (lengths > 0))
+    ]
+    empty = [slice(bounds[row], bounds[row + 1]) for row in np.flatnonzero(lengths == 0)]
+    whole = out if out.is_contiguous() else out.new_empty(out.shape)
+
+    def run_all() -> None:
+        if len(single):
+            part = whole if len(single) == len(out) else out.new_empty(len(single), *out.shape[1:])
+            native.run_decode(rows, batch.q[places], *caches, scoring, part, workspace)
+            if part is not whole:
+                whole[places] = part
+        for row, span in chunks:
+            given = (table[row], int(lengths[row]), batch.q[span], *caches, scoring, whole[span], workspace)
+            native.run_prefill(*given)
+        for span in empty:
+            whole[span] = 0.0
+        if whole is not out:
+            out.copy_(whole)
 
     return run_all
 
@@ -209,7 +241,9 @@ def _dispatch(
     q, dv = batch.q, batch.value_cache.shape[-1]
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
     checks.check_outputs(q, dv, out, lse)
-    demand = Demand.of(q, batch.key_cache, batch.value_cache)
+    demand = Demand.of(q, batch.key_cache, batch.value_cache, scoring)._replace(chunk=batch.max_seqlen_q > 1)
+    if lse is not None:
+        demand = demand._replace(options=(*demand.options, "LSE"))
     chosen = choose_backend(backend, q.device, demand).backend
     check_prefill_kernel(prefill_kernel, chosen, q, batch.key_cache, batch.value_cache, scoring)
     if not len(batch.seq_lens):
@@ -218,6 +252,8 @@ def _dispatch(
         run_triton(batch, scoring, out, lse, num_splits, workspace, prefill_kernel=prefill_kernel)
     elif chosen == "torch_ref":
         _copy_result(out, lse, *reference.paged_attention(*batch[:6], scoring))
+    elif chosen == "native":
+        prepare_native(batch, scoring, out, workspace or DEFAULT_WORKSPACE)()
     else:
         prepare_torch(batch, scoring, out, lse, workspace or DEFAULT_WORKSPACE)()
     return out
@@ -285,7 +321,8 @@ def cascade_attention_decode(
     out = q.new_empty(rows, q.shape[1], value_cache.shape[3]) if out is None else out
     checks.check_outputs(q, value_cache.shape[3], out, lse)
     shared = (shared_block_table, prefix_lens)
-    chosen = choose_backend(backend, q.device, Demand.of(q, key_cache, value_cache)).backend
+    demand = Demand.of(q, key_cache, value_cache)._replace(options=("cascades",))
+    chosen = choose_backend(backend, q.device, demand).backend
     if chosen == "triton":
         from paged_kernels.triton import cascade as triton_cascade
 

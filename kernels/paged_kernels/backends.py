@@ -1,27 +1,31 @@
-"""The backends: which exist, which can run here, and why a call does not run on Triton."""
+"""The backends: which exist, which can run here, and why a call does not run on the fastest of them."""
 
 import importlib.util
 import logging
+import math
 import os
+from collections.abc import Iterable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
+from paged_kernels import native
 from paged_kernels.checks import BackendUnavailableError, OptionError
 from paged_kernels.scoring import Scoring
 
-BACKENDS = ("torch", "torch_ref", "triton")
+BACKENDS = ("native", "torch", "torch_ref", "triton")
 PREFILL_KERNELS = ("plain", "hopper")  # "hopper" has never run on a GPU: it is only chosen by name
 HOPPER = (9, 0)  # its compute capability, the only one with the matrix instructions of that kernel (wgmma)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
+LANES, DEPTH = 16, 32  # numbers of a vector of the C kernels; that their matrix units add in one step
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
 log = logging.getLogger(__name__)
 
 
 class BackendChoice(NamedTuple):
-    """The backend that runs a call. For `auto`, `reason` says why it is not Triton ("" if it is)."""
+    """The backend that runs a call. Where `auto` fell back to torch, `reason` says why ("" otherwise)."""
 
     backend: str
     reason: str = ""
@@ -36,21 +40,35 @@ class Demand(NamedTuple):
     head_dim: int  # the wider of K's and V's
     aligned: bool = True  # addresses in whole 16 bytes, strides in whole 16 elements
     paired: bool = True  # caches that can be read in pairs of 8-bit numbers: even widths and strides
+    divisor: int = 0  # of both widths, the largest; 0: `head_dim`
+    contiguous: bool = True  # caches
+    chunk: bool = False  # whether rows have several queries
+    options: tuple[str, ...] = ()  # what is asked beside a window: softcap, sinks, ALiBi, LSE, cascade
 
     @classmethod
-    def of(cls, q: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor) -> "Demand":
+    def of(
+        cls,
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        scoring: Scoring | None = None,
+    ) -> "Demand":
         """The demand of an attention call, or of a write to the cache (q is then the rows to write)."""
-        width = max(key_cache.shape[3], value_cache.shape[3])
-        tensors = (q, key_cache, value_cache)
-        aligned = all(tensor.data_ptr() % 16 == 0 and _whole(tensor) for tensor in tensors)
-        paired = all(_even(cache) for cache in (key_cache, value_cache))
-        return cls(q.dtype, key_cache.dtype, q.shape[1] // key_cache.shape[2], width, aligned, paired)
+        dk, dv, caches = key_cache.shape[3], value_cache.shape[3], (key_cache, value_cache)
+        aligned = all(tensor.data_ptr() % 16 == 0 and _whole(tensor) for tensor in (q, *caches))
+        group = q.shape[1] // key_cache.shape[2]
+        return cls(
+            q.dtype, key_cache.dtype, group, max(dk, dv), aligned, all(map(_even, caches)),
+            divisor=math.gcd(dk, dv), contiguous=all(cache.is_contiguous() for cache in caches),
+            options=scoring.options if scoring else (),
+        )  # fmt: skip
 
 
 def resolve_backend(name: str, device: torch.device | str) -> str:
-    """The backend to run for `name` on `device`: `auto` is `triton` on a CUDA device that has it, else `torch`.
+    """The backend to run for `name` on `device`: `auto` is `triton` on CUDA, `native` on a CPU, or else `torch`.
 
-    `torch` is the fast path of any device, `torch_ref` the readable reference, `triton` the kernels for CUDA devices.
+    `triton` are the kernels for CUDA devices and `native` those in C for CPUs, where a compiler is; `torch` serves any
+    device, and `torch_ref` is the readable reference.
     Raises `BackendUnavailableError` if a backend chosen by name cannot run, and `OptionError` for an unknown name.
     """
     return choose_backend(name, device).backend
@@ -60,21 +78,65 @@ def choose_backend(name: str, device: torch.device | str, demand: Demand | None 
     """As `resolve_backend`, but also checks what the call demands, and gives the reason of a fallback."""
     if name not in ("auto", *BACKENDS):
         raise OptionError(f"backend {name!r} does not exist; choose auto, {', '.join(BACKENDS)}")
-    if name not in ("auto", "triton"):
-        return BackendChoice(name)
     device = torch.device(device)
-    reason = _no_triton(device, name) or (demand and _unserved(device, demand)) or ""
+    wanted = name if name != "auto" else "native" if device.type == "cpu" else "triton"
+    if wanted not in ("native", "triton"):
+        return BackendChoice(wanted)
+    reason = unavailable(wanted, device)
+    if demand and not reason:
+        reason = unserved_by_native(demand) if wanted == "native" else _unserved(device, demand)
     if not reason:
-        return BackendChoice("triton")
-    if name == "triton":
-        raise BackendUnavailableError(f"backend 'triton' {reason}; use backend 'torch'")
-    _say_once(reason)
+        return BackendChoice(wanted)
+    if name == wanted:
+        raise BackendUnavailableError(f"backend {wanted!r} {reason}; use backend 'torch'")
+    _say_once(wanted, reason)
     return BackendChoice("torch", reason)
 
 
+def choose_for_layers(name: str, device: torch.device | str, demands: Iterable[Demand]) -> BackendChoice:
+    """The backend of a model whose layers have these demands, and why some of them run on torch ("" where none does).
+
+    The metadata of `native` leaves single layers to torch. Triton serves all layers or, with `auto`, none. Raises as
+    `choose_backend` where a named backend does not serve a layer.
+    """
+    choices = [choose_backend(name, device, demand) for demand in demands] or [choose_backend(name, device)]
+    reason = next((choice.reason for choice in choices if choice.reason), "")
+    found = {choice.backend for choice in choices}
+    return BackendChoice("native" if "native" in found else "torch" if reason else found.pop(), reason)
+
+
 @cache
-def _say_once(reason: str) -> None:
-    log.info("attention runs on torch: the Triton path %s", reason)
+def _say_once(wanted: str, reason: str) -> None:
+    log.info("attention runs on torch: backend %s %s", wanted, reason)
+
+
+def unavailable(name: str, device: torch.device) -> str:
+    """Why a backend cannot run on a device, whatever the call, or ""."""
+    if name not in ("native", "triton"):
+        return ""
+    return _no_native(device) if name == "native" else _no_triton(device)
+
+
+def _no_native(device: torch.device) -> str:
+    """Why the C kernels cannot run on a device, or ""."""
+    if device.type != "cpu":
+        return f"runs on CPUs only, and this run is on {device.type!r}"
+    missing = native.why_unavailable()
+    return f"needs compiled kernels: {missing}" if missing else ""
+
+
+def unserved_by_native(demand: Demand) -> str:
+    """Why the C kernels do not serve a call, or ""."""
+    if demand.options:
+        return f"does not know {', '.join(demand.options)}"
+    if demand.dtype not in (torch.float32, torch.bfloat16) or demand.kv_dtype != demand.dtype:
+        return f"serves float32 and bfloat16 queries and caches of one dtype, not {demand.dtype} and {demand.kv_dtype}"
+    divisor = demand.divisor or demand.head_dim
+    if divisor % LANES or not demand.contiguous:
+        return f"reads contiguous caches whose widths are multiples of {LANES}"
+    if demand.chunk and demand.dtype is torch.bfloat16 and (divisor % DEPTH or not native.has_matrix_units()):
+        return f"computes chunks in bfloat16 on CPUs with matrix units (AMX), of widths that are multiples of {DEPTH}"
+    return ""
 
 
 def check_prefill_kernel(
@@ -129,10 +191,10 @@ def _not_on_hopper(
     return f"does not know {', '.join(asked)}" if asked else ""
 
 
-def _no_triton(device: torch.device, name: str) -> str:
+def _no_triton(device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "needs the triton package (pip install triton)"
-    if device.type != "cuda" and (name == "auto" or os.environ.get("TRITON_INTERPRET") != "1"):
+    if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return (
             f"compiles for a CUDA device and this run is on {device.type!r} (TRITON_INTERPRET=1 steps through the "
             "kernels on the CPU, thousands of times slower)"

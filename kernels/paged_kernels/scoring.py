@@ -23,6 +23,16 @@ class Scoring(NamedTuple):
     v_scale: float = 1.0
 
     @property
+    def options(self) -> tuple[str, ...]:
+        """What is asked beside scale and window."""
+        asked = {
+            "a softcap": self.softcap > 0,
+            "sinks": self.sinks is not None,
+            "ALiBi": self.alibi is not None,
+        }
+        return tuple(name for name, on in asked.items() if on)
+
+    @property
     def plain(self) -> bool:
         """Whether torch's fused SDPA can compute this: no softcap, sinks or ALiBi."""
         return not self.softcap and self.sinks is None and self.alibi is None

@@ -31,7 +31,7 @@ UNITS = """
     engine.core
 
     paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.launch_policy
-        paged_kernels.backends
+        paged_kernels.native paged_kernels.backends
         paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch paged_kernels.triton
         paged_kernels.attention paged_kernels.cache_ops
     paged_kernels
@@ -41,8 +41,6 @@ UNITS = """
         engine.runtime.errors engine.runtime.text engine.runtime.structured engine.runtime.params
         engine.runtime.options engine.runtime.kv_pool engine.runtime.group_pool
     engine.runtime.attention
-        engine.runtime.attention.native engine.runtime.attention.metadata engine.runtime.attention.layer
-        engine.runtime.attention.state engine.runtime.attention.select
     engine.runtime.models engine.runtime.decoding
         engine.runtime.batch engine.runtime.graphs engine.runtime.runner engine.runtime.requests
         engine.runtime.engine engine.runtime.llm engine.runtime.async_engine
@@ -85,6 +83,8 @@ FORBIDDEN = {
     "harness.papers": (),  # claims about attention are computed with the reference of the kernels
     "harness.bench": (),
     "harness.gate": (),
+    "harness.environment": FRAMES,  # why there are no C kernels, which torch is not needed for; as the next
+    "harness.cost.kernel_table": FRAMES,
     "harness.kernel_speed": (),  # it cuts rows into parts as the kernels' launch policy does
     "harness.cli": (*HEAVY, "paged_kernels"),
 }

@@ -58,12 +58,12 @@ def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path
     sources = {
         file.name
         for suffix in ("c", "h")
-        for file in (ROOT / "engine/runtime/attention/native").glob(f"*.{suffix}")
+        for file in (ROOT / "kernels/paged_kernels/native").glob(f"*.{suffix}")
     }
     assert sources == {
         Path(name).name
         for name in names
-        if name.startswith("engine/runtime/attention/native/") and name[-2:] in (".c", ".h")
+        if name.startswith("paged_kernels/native/") and name[-2:] in (".c", ".h")
     }
 
 

@@ -10,7 +10,7 @@ from tiny_models import SHAPE
 @pytest.fixture(scope="session")
 def compiled_kernels():
     """The compiled CPU kernels are there; the test skips where they cannot be had."""
-    from engine.runtime.attention.native import why_unavailable
+    from paged_kernels.native import why_unavailable
 
     if reason := why_unavailable():
         pytest.skip(f"no compiled kernels: {reason}")

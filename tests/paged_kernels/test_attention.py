@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from paged_kernels import KernelError, paged_attention_decode, paged_attention_prefill
+from paged_kernels import (
+    BackendUnavailableError,
+    KernelError,
+    paged_attention_decode,
+    paged_attention_prefill,
+)
+from paged_kernels.native import why_unavailable
 
 SCALE = 0.3
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1.2e-2, torch.float16: 2e-3}
@@ -37,6 +43,26 @@ def test_any_group_and_unequal_widths(make_case, heads, dims):
     case = make_case([33, 7, 50, 20], [1, 1, 20, 5], 8, heads, dims)
     fast, exact = run_both(case)
     assert relative_error(fast, exact) < TOLERANCE[torch.float32]
+
+
+@pytest.mark.skipif(bool(why_unavailable()), reason="no compiled kernels")
+@pytest.mark.parametrize("window", [0, 13])
+def test_the_c_kernels_equal_the_reference_on_mixed_rows_and_leave_unused_table_entries_alone(
+    make_case, window
+):
+    case = make_case([33, 7, 0, 50, 20, 9], [1, 1, 1, 20, 5, 1], 8, (6, 2), (32, 48))
+    inputs = case.args(torch.float32)
+    inputs[3].masked_fill_(inputs[3] > inputs[1].shape[0], 2**30)  # garbage behind a row's last block
+    out = torch.full((len(inputs[0]), 6, 96), float("nan"))[:, :, :48]
+    paged_attention_prefill(*inputs, scale=SCALE, window=window, backend="native", out=out)
+    exact = paged_attention_prefill(
+        *case.args(torch.float64), scale=SCALE, window=window, backend="torch_ref"
+    )
+    assert relative_error(out, exact) < TOLERANCE[torch.float32]
+    with pytest.raises(BackendUnavailableError, match="does not know a softcap, LSE"):
+        paged_attention_prefill(
+            *inputs, scale=SCALE, softcap=2.0, lse=out[..., 0].contiguous(), backend="native"
+        )
 
 
 @pytest.mark.parametrize("block_size", [1, 8, 16, 64])

@@ -12,6 +12,7 @@ from paged_kernels import (
     reshape_and_cache,
     resolve_backend,
 )
+from paged_kernels.native import why_unavailable
 from paged_kernels.reference import attend
 from paged_kernels.scoring import Scoring
 
@@ -99,12 +100,14 @@ def test_triton_on_the_cpu_is_refused_with_the_reason():
 
 
 def test_an_unknown_backend_is_refused_with_the_choices():
-    with pytest.raises(KernelError, match="'cuda' does not exist; choose auto, torch, torch_ref, triton"):
+    with pytest.raises(
+        KernelError, match="'cuda' does not exist; choose auto, native, torch, torch_ref, triton"
+    ):
         resolve_backend("cuda", "cpu")
 
 
-def test_auto_is_torch_on_the_cpu():
-    assert resolve_backend("auto", "cpu") == "torch"
+def test_auto_is_compiled_c_on_a_cpu_with_a_compiler_and_else_torch():
+    assert resolve_backend("auto", "cpu") == ("torch" if why_unavailable() else "native")
 
 
 def test_a_workspace_is_reused_and_grows_by_doubling():

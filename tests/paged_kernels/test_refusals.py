@@ -79,7 +79,7 @@ REFUSED = {
     "an output of other form": ({"out": torch.empty(2, 4, 8)}, ShapeError, r"out \(2, 4, 8\)"),
     "a narrow lse": ({"lse": torch.empty(2, 4).half()}, DtypeError, "must be float32 or float64"),
     "an lse with gaps": ({"lse": torch.empty(2, 8)[:, ::2]}, StrideError, "must be contiguous"),
-    "an unknown backend": ({"backend": "cuda"}, OptionError, "choose auto, torch, torch_ref, triton"),
+    "an unknown backend": ({"backend": "cuda"}, OptionError, "choose auto, native, torch, torch_ref, triton"),
     "triton without a GPU": ({"backend": "triton"}, BackendUnavailableError, "this run is on 'cpu'"),
 }  # fmt: skip
 
@@ -120,7 +120,7 @@ def test_a_frozen_workspace_does_not_grow():
     with pytest.raises(
         WorkspaceError, match=r"holds 0 elements .* 'decode_k' on cpu and the call needs 1024"
     ):
-        decode(workspace=workspace)
+        decode(workspace=workspace, backend="torch")
 
 
 @pytest.mark.parametrize("slot", [-2, 40])
@@ -187,9 +187,12 @@ def test_a_group_that_is_not_there_is_refused():
 
 
 def test_auto_says_why_it_fell_back():
-    choice = choose_backend("auto", "cpu")
+    demand = Demand(torch.float16, torch.float16, 4, 128)
+    choice = choose_backend("auto", "cpu", demand)
     assert choice.backend == "torch"
-    assert "compiles for a CUDA device and this run is on 'cpu'" in choice.reason
+    assert "serves float32 and bfloat16" in choice.reason or "compiled kernels" in choice.reason
+    with pytest.raises(BackendUnavailableError, match="compiles for a CUDA device and this run is on 'cpu'"):
+        choose_backend("triton", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiers import tier
 
-from engine.runtime.attention import native as compiling
+from paged_kernels import native as compiling
 
 
 @contextmanager

@@ -5,34 +5,26 @@ The metadata of a step is made once and used by every layer. `TorchMetadata`, `T
 `StaticMetadata` in `engine/runtime/graphs.py` is a fourth kind, for recorded graphs.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
-from itertools import pairwise
+from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from engine.runtime.attention.native import c_function, has_matrix_units
 from engine.runtime.group_pool import CacheTensors
 from paged_kernels import Scoring, Workspace
+from paged_kernels.backends import Demand, unserved_by_native
 from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
 from paged_kernels.memory import PagedBatch
+from paged_kernels.native import attention as native
 from paged_kernels.torch import cache as torch_cache
 from paged_kernels.torch.decode import decode_metadata, run_decode
 from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 if TYPE_CHECKING:
     from paged_kernels.triton.cascade import SharedPrefixes
-
-_VECTOR, _TILE = 16, 16  # LANES and TILE of the C files
-_DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
-_PREFILL_FUNCTIONS = {torch.float32: "prefill_f32", torch.bfloat16: "prefill_bf16"}
-_DEPTH = 32  # DEPTH of prefill_bf16.c: numbers that the matrix unit adds in one step
-# ROWS and KEYS of the C files
-_QUERIES, _KEYS = {torch.float32: 8, torch.bfloat16: 32}, {torch.float32: 64, torch.bfloat16: 128}
 
 
 class PrefillRow(NamedTuple):
@@ -242,38 +234,14 @@ def _widened(tables: IntArray) -> IntArray:
     return np.pad(tables, ((0, 0), (0, -tables.shape[1] % 16)))
 
 
-def native_supports(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
-    """Whether the C kernel can compute this layer: no softcap or sinks, float32 or bfloat16, heads of whole vectors."""
-    whole = keys.shape[3] % _VECTOR == 0 == values.shape[3] % _VECTOR
-    typed = q.dtype in _DECODE_FUNCTIONS and q.dtype is keys.dtype
-    return scoring.plain and typed and whole and keys.is_contiguous() and values.is_contiguous()
-
-
-def native_prefills(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> bool:
-    """Whether C computes the prefill rows of this layer; in bfloat16 it needs the CPU's matrix units (AMX)."""
-    if not native_supports(q, keys, values, scoring):
-        return False
-    if q.dtype is torch.float32:
-        return True
-    return keys.shape[3] % _DEPTH == 0 and values.shape[3] % _DEPTH == 0 and has_matrix_units()
-
-
 class NativeMetadata:
-    """Attention by C in supported layers: decode rows (`native_supports`) and prefill rows (`native_prefills`).
-
-    `TorchMetadata` computes everything else.
-    """
+    """Attention by C in the layers and rows that it serves (`paged_kernels.backends`); torch computes all others."""
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
-        self._layout, self._pool, self._workspace = layout, pool, workspace
-        prefills = StepLayout(layout.tables[:0], layout.lengths[:0], layout.prefills)
-        self._prefills = TorchMetadata(prefills, pool, workspace)
-        self._torch: TorchMetadata | None = None  # for layers that the C kernel does not support
-        self._tables = torch.from_numpy(np.ascontiguousarray(layout.tables))
-        self._lengths = torch.from_numpy(layout.lengths)
-        self._blocks = (int(layout.tables.min(initial=0)), int(layout.tables.max(initial=0)))
-        self._longest = int(layout.lengths.max(initial=0))
-        self._parts = _even_parts(layout.lengths, torch.get_num_threads())
+        self._layout, self._workspace = layout, workspace
+        self._rows = native.decode_rows(layout.tables, layout.lengths)
+        self._torch = partial(TorchMetadata, pool=pool, workspace=workspace)
+        self._made: dict[bool, TorchMetadata] = {}
 
     store = staticmethod(torch_cache.store)
 
@@ -281,106 +249,33 @@ class NativeMetadata:
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Run the decode rows, then each prefill row."""
-        rows = len(self._layout.lengths)
-        if not native_supports(q, keys, values, scoring):
-            self._torch = self._torch or TorchMetadata(self._layout, self._pool, self._workspace)
-            self._torch.attend(q, keys, values, scoring, out)
+        layer = Demand.of(q, keys, values, scoring)
+        if unserved_by_native(layer):
+            self._on_torch(False).attend(q, keys, values, scoring, out)
             return
+        rows = len(self._layout.lengths)
         if rows:
-            self._decode(q[:rows].contiguous(), keys, values, scoring, out[:rows])
-        if native_prefills(q, keys, values, scoring):
-            for row in self._layout.prefills:
-                self._prefill(row, q, keys, values, scoring, out)
-        else:
-            self._prefills.attend(q, keys, values, scoring, out)
+            native.run_decode(self._rows, q[:rows], keys, values, scoring, out[:rows], self._workspace)
+        if unserved_by_native(layer._replace(chunk=True)):
+            self._on_torch(True).attend(q, keys, values, scoring, out)
+            return
+        for table, start, queries, length in self._layout.prefills:
+            span = slice(start, start + queries)
+            native.run_prefill(table, length, q[span], keys, values, scoring, out[span], self._workspace)
 
-    def _decode(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
-    ) -> None:
-        """Each thread computes rows with about the same number of tokens, and has its own scratch memory."""
-        run, heads = c_function(_DECODE_FUNCTIONS[q.dtype], "pppppiiiiiiiiifpp"), q.shape[1]
-        (_, block, kv_heads, dk), dv = keys.shape, values.shape[3]
-        floats = heads * (dk + dv + _TILE + 2)
-        check_bounds(*self._blocks, self._longest, self._tables.shape[1], keys)
-        scratch = self._workspace.take("native", floats * len(self._parts), q, torch.float32)
-        pointers = [tensor.data_ptr() for tensor in (q, keys, values, self._tables, self._lengths)]
-        shape = (self._tables.shape[1], block, heads, kv_heads, dk, dv, scoring.window)
-        scale = scoring.scale * scoring.k_scale
-
-        def part(number: int) -> None:
-            own = scratch.data_ptr() + 4 * floats * number
-            run(*pointers, *self._parts[number], *shape, scale, out.data_ptr(), own)
-
-        _run_parts(part, len(self._parts))
-
-    def _prefill(
-        self,
-        row: PrefillRow,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scoring: Scoring,
-        out: torch.Tensor,
-    ) -> None:
-        """Each thread computes some of the query heads, and has its own copy of their keys and values."""
-        (_, block, kv_heads, dk), dv, heads = keys.shape, values.shape[3], q.shape[1]
-        check_bounds(int(row.table.min()), int(row.table.max()), row.length, len(row.table), keys)
-        rows = slice(row.start, row.start + row.queries)
-        query, result = q[rows].contiguous(), out[rows]
-        table = torch.from_numpy(np.ascontiguousarray(row.table, dtype=np.int64))
-        threads = min(torch.get_num_threads(), heads)
-        cuts = [heads * number // threads for number in range(threads + 1)]
-        floats = prefill_scratch(q.dtype, dk, dv, row.length)
-        scratch = self._workspace.take("native_prefill", floats * threads, q, torch.float32)
-        run = c_function(_PREFILL_FUNCTIONS[q.dtype], "ppppiiiiiiiiiifpp")
-        pointers = [tensor.data_ptr() for tensor in (query, keys, values, table)]
-        shape = (block, heads, kv_heads, dk, dv, scoring.window)
-        scale = scoring.scale * scoring.k_scale
-
-        def part(number: int) -> None:
-            own = scratch.data_ptr() + 4 * floats * number
-            some = (row.queries, row.length, cuts[number], cuts[number + 1])
-            run(*pointers, *some, *shape, scale, result.data_ptr(), own)
-
-        _run_parts(part, threads)
+    def _on_torch(self, chunks: bool) -> TorchMetadata:
+        """The rows of the step by torch, or its chunks alone, prepared once."""
+        if chunks not in self._made:
+            layout = self._layout
+            none = layout._replace(tables=layout.tables[:0], lengths=layout.lengths[:0])
+            self._made[chunks] = self._torch(none if chunks else layout)
+        return self._made[chunks]
 
 
-def check_bounds(lowest: int, highest: int, longest: int, width: int, keys: torch.Tensor) -> None:
-    """Raise IndexError for block ids outside of the pool, or more tokens than a table of `width` blocks holds.
-
-    So does torch's gather; C would not notice it.
-    """
-    if lowest < 0 or highest >= keys.shape[0] or longest > width * keys.shape[1]:
-        raise IndexError(
-            f"block ids {lowest} to {highest}, {longest} tokens in {width} blocks of {keys.shape[1]}: "
-            f"outside of the pool's {keys.shape[0]} blocks, or of a block table"
-        )
-
-
-def _even_parts(lengths: np.ndarray, parts: int) -> list[tuple[int, int]]:
-    """At most `parts` ranges of rows with about the same number of tokens each. No range is empty."""
-    ends = np.cumsum(lengths)
-    wanted = ends[-1] * np.arange(1, parts) / parts if len(ends) else []
-    cuts = [0, *np.unique(np.searchsorted(ends, wanted, side="left") + 1).tolist(), len(lengths)]
-    return [(a, b) for a, b in pairwise(cuts) if b > a]
-
-
-def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
-    """Floats of scratch memory that a thread needs for a prefill row of `length` tokens; see the C files."""
-    rows, keys = _QUERIES[dtype], _KEYS[dtype]
-    padded = -(-length // keys) * keys
-    if dtype is torch.float32:
-        return rows * (dk + dv + keys) + padded * (dk + dv)
-    return rows * (dk // 2 + dv + keys + keys // 2) + padded * (dk + dv) // 2
-
-
-def _run_parts(part: Callable[[int], None], count: int) -> None:
-    if count == 1:
-        part(0)
-    else:
-        list(_threads(count).map(part, range(count)))
-
-
-@cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="pagetwin-decode")
+def attention_metadata(
+    layout: StepLayout, pool: CacheTensors, workspace: Workspace, backend: str
+) -> AttentionMetadata:
+    """The attention metadata of a step, for a backend that `paged_kernels.backends.choose_for_layers` returned."""
+    if backend == "native":
+        return NativeMetadata(layout, pool, workspace)
+    return (TritonMetadata if backend == "triton" else TorchMetadata)(layout, pool, workspace)

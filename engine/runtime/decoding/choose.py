@@ -16,7 +16,6 @@ import torch
 
 from engine.core.options import Decoding
 from engine.core.plan import Row
-from engine.runtime.attention.native import c_function, why_unavailable
 from engine.runtime.decoding.generation import (
     Generation,
     ScoredSpan,
@@ -26,6 +25,7 @@ from engine.runtime.decoding.generation import (
 )
 from engine.runtime.decoding.sample import Draw, change_logits, draw_all
 from engine.runtime.errors import NaNLogitsError
+from paged_kernels.native import c_function, why_unavailable
 
 NO_TOKEN = -1  # the token of a row with NaN logits
 _BEST_FUNCTIONS = {torch.float32: "best_f32", torch.bfloat16: "best_bf16"}

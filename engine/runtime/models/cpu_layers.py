@@ -24,8 +24,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from engine.runtime.attention.native import c_function, why_unavailable
 from engine.runtime.kv_pool import host_memory
+from paged_kernels.native import c_function, why_unavailable
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 

@@ -93,9 +93,9 @@ def test_a_block_freed_too_early_is_caught_as_nan(model_of, prompts):
 @pytest.mark.parametrize("block", [0, 1, -2])
 @pytest.mark.parametrize("what", ["keys", "values"])
 def test_nan_anywhere_in_a_sequence_ends_its_request_alone(model_of, backend, block, what):
-    from engine.runtime.attention.native import why_unavailable
     from engine.runtime.errors import NaNLogitsError
     from engine.runtime.params import SamplingParams
+    from paged_kernels.native import why_unavailable
 
     if backend == "native" and why_unavailable():
         pytest.skip("no compiled kernels")

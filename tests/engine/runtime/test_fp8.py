@@ -5,9 +5,10 @@ import torch
 from tiers import cases
 
 from engine.core.options import Preemption, SchedulerLimits
-from engine.runtime.attention.select import check_kv_dtype
-from engine.runtime.errors import EngineOptionError, ModelError
+from engine.runtime.errors import EngineOptionError
 from engine.runtime.kv_pool import kv_dtype_of
+from paged_kernels import BackendUnavailableError
+from paged_kernels.backends import Demand, choose_for_layers
 
 FP8 = torch.float8_e4m3fn
 
@@ -173,17 +174,13 @@ def test_a_type_that_does_not_exist_is_refused_with_those_that_do(model_of, prom
     assert kv_dtype_of("model", torch.bfloat16) is torch.bfloat16
 
 
-def test_compiled_kernels_that_are_asked_for_by_name_are_not_replaced_silently():
-    with pytest.raises(
-        ModelError, match="fp8_e4m3 is not read by backend native; use backend torch, or auto"
-    ):
-        check_kv_dtype("fp8_e4m3", torch.device("cpu"), "native")
-    check_kv_dtype("fp8_e4m3", torch.device("cpu"), "auto")
+def test_compiled_kernels_that_are_asked_for_by_name_are_not_replaced_silently(model_of, prompts):
+    with pytest.raises(BackendUnavailableError, match=r"not torch\.float32 and torch\.float8_e4m3fn"):
+        run(model_of(), prompts, backend="native")
 
 
-def test_a_gpu_that_cannot_widen_8_bits_is_refused_by_name(monkeypatch):
+def test_a_gpu_that_cannot_widen_8_bits_in_its_kernels_falls_back_and_says_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an A100")
-    with pytest.raises(ModelError, match="sm_89 or newer, and an A100 is sm_80"):
-        check_kv_dtype("fp8_e4m3", torch.device("cuda"))
-    check_kv_dtype("model", torch.device("cuda"))
+    eight = Demand(torch.bfloat16, FP8, group=4, head_dim=128)
+    choice = choose_for_layers("auto", torch.device("cuda"), [eight])
+    assert choice == ("torch", "needs sm_89 or newer for a cache of torch.float8_e4m3fn")

@@ -154,12 +154,8 @@ def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(
     assert reuse.found > 0
 
 
-@cases("backend", ["torch", "native"], day=("native",))
+@cases("backend", ["torch", "auto"], day=("auto",))
 def test_every_backend_reads_the_pages_of_each_group(backend):
-    from engine.runtime.attention.native import why_unavailable
-
-    if backend == "native" and why_unavailable():
-        pytest.skip("no compiled kernels")
     assert serve(make_llm("cohere2", backend=backend)) == [expected("cohere2")]
 
 

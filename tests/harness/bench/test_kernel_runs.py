@@ -125,7 +125,7 @@ def test_a_mistake_is_named_before_anything_is_timed(
 @pytest.mark.nightly
 def test_the_engines_compiled_kernels_are_timed_beside_ours(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from engine.runtime.attention.native import why_unavailable
+    from paged_kernels.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler on this machine")

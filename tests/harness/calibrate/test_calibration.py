@@ -11,7 +11,6 @@ import pytest
 from point_cases import small_config
 from sim_cases import replay
 
-from engine.runtime.attention import native as compiling
 from harness.calibrate.store import (
     CalibrationError,
     calibration_path,
@@ -48,6 +47,7 @@ from harness.replay.features import AT, FEATURES
 from harness.replay.recorder import MeasuredRun
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point
+from paged_kernels import native as compiling
 
 
 def test_a_smaller_budget_asks_for_fewer_requests_of_every_case(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_other_geometries_providers_and_kinds_of_case_are_left_out(tmp_path: Pat
 
 
 def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) -> None:
-    from engine.runtime.attention.native import why_unavailable
+    from paged_kernels.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
@@ -153,7 +153,7 @@ def test_the_kernel_that_the_engine_runs_is_the_one_that_counts(tmp_path: Path) 
 def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_units: bool, expected: str
 ) -> None:
-    from engine.runtime.attention import native as compiling
+    from paged_kernels import native as compiling
 
     if compiling.why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
@@ -294,7 +294,7 @@ def test_what_the_kernels_say_is_part_of_a_points_name(tmp_path: Path) -> None:
 
 
 def test_native_asked_for_by_name_is_priced_by_native(tmp_path: Path) -> None:
-    from engine.runtime.attention.native import why_unavailable
+    from paged_kernels.native import why_unavailable
 
     if why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")

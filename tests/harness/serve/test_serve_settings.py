@@ -85,7 +85,7 @@ def test_a_policy_that_cannot_be_made_is_the_users_error():
 
 
 def test_compiled_kernels_that_cannot_be_had_are_refused_before_anything_is_loaded(monkeypatch, capsys):
-    from engine.runtime.attention.native import load_library
+    from paged_kernels.native import load_library
 
     monkeypatch.setenv("PAGETWIN_NATIVE", "0")
     load_library.cache_clear()

@@ -8,8 +8,9 @@ import torch
 from quick_compiler import quick_compiler
 from tiers import cases
 
-from engine.runtime.attention import native as compiling
-from engine.runtime.attention.native import NativeUnavailableError, library, why_unavailable
+from paged_kernels import native as compiling
+from paged_kernels.backends import Demand, unserved_by_native
+from paged_kernels.native import NativeUnavailableError, library, why_unavailable
 
 compiled = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -153,7 +154,7 @@ def test_scores_of_any_size_stay_numbers(extreme):
 @compiled
 @pytest.mark.parametrize("what", ["softcap", "sinks", "float16"])
 def test_what_the_kernel_does_not_know_is_left_to_torch(what):
-    from engine.runtime.attention.metadata import TorchMetadata, native_supports
+    from engine.runtime.attention.metadata import TorchMetadata
     from paged_kernels import Scoring, Workspace
 
     dtype = torch.float16 if what == "float16" else torch.float32
@@ -161,7 +162,7 @@ def test_what_the_kernel_does_not_know_is_left_to_torch(what):
     scoring = Scoring(
         0.1, softcap=2.0 if what == "softcap" else 0.0, sinks=torch.ones(8) if what == "sinks" else None
     )
-    assert not native_supports(q, keys, values, scoring)
+    assert what in unserved_by_native(Demand.of(q, keys, values, scoring))
     expected = torch.empty_like(q)
     TorchMetadata(layout, Pool(8), Workspace()).attend(q, keys, values, scoring, expected)
     assert torch.equal(attended(q, keys, values, layout, scoring), expected)
@@ -200,11 +201,8 @@ MATRIX_SHAPES = [*SHAPES[:4], (6, 2, 32, 96), (7, 1, 96, 64)]  # of prefill in b
 
 @pytest.fixture
 def matrix_units():
-    from engine.runtime.attention.metadata import native_prefills
-    from paged_kernels import Scoring
-
     q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
-    if why_unavailable() or not native_prefills(q, keys, values, Scoring(0.1)):
+    if why_unavailable() or unserved_by_native(Demand.of(q, keys, values)._replace(chunk=True)):
         pytest.skip("no compiled kernels, or no matrix units (AMX)")
 
 
@@ -259,12 +257,9 @@ def test_prefill_in_bfloat16_of_widths_that_fill_no_tile_is_left_to_torch(dims):
 
 
 def test_without_matrix_units_torch_prefills_in_bfloat16(monkeypatch):
-    from engine.runtime.attention import metadata
-    from paged_kernels import Scoring
-
-    monkeypatch.setattr(metadata, "has_matrix_units", lambda: False)
+    monkeypatch.setattr(compiling, "has_matrix_units", lambda: False)
     q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
-    assert not metadata.native_prefills(q, keys, values, Scoring(0.1))
+    assert "matrix units" in unserved_by_native(Demand.of(q, keys, values)._replace(chunk=True))
 
 
 @compiled
@@ -356,16 +351,16 @@ def no_library(monkeypatch, tmp_path):
 def test_without_a_compiler_torch_does_it_and_a_user_is_told_why(
     setting, value, reason, monkeypatch, no_library
 ):
-    from engine.runtime.attention.select import engine_backend
-    from paged_kernels import BackendUnavailableError
+
+    from paged_kernels import BackendUnavailableError, choose_backend
 
     monkeypatch.setenv(setting, value)
     cpu = torch.device("cpu")
     with pytest.raises(NativeUnavailableError, match=reason):
         library()
-    assert engine_backend("auto", cpu) == "torch"
+    assert reason in choose_backend("auto", cpu).reason
     with pytest.raises(BackendUnavailableError, match=reason):
-        engine_backend("native", cpu)
+        choose_backend("native", cpu)
 
 
 @compiled
@@ -406,11 +401,11 @@ def test_a_compiler_may_have_options_of_its_own(monkeypatch, no_library):
 
 @compiled
 def test_native_kernels_are_refused_beside_a_gpu():
-    from engine.runtime.attention.select import engine_backend
-    from paged_kernels import BackendUnavailableError
+
+    from paged_kernels import BackendUnavailableError, choose_backend
 
     with pytest.raises(BackendUnavailableError, match="CPUs only"):
-        engine_backend("native", torch.device("cuda"))
+        choose_backend("native", torch.device("cuda"))
 
 
 @compiled

@@ -7,8 +7,8 @@ import pytest
 import torch
 from tiny_models import SHAPE
 
-from engine.runtime.attention.native import why_unavailable
 from engine.runtime.models.cpu_layers import original_layers, packs, replace_layers, restore_layers
+from paged_kernels.native import why_unavailable
 
 
 def model(family, dtype="float32"):

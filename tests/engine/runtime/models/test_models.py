@@ -272,15 +272,15 @@ def test_triton_on_the_cpu_is_refused_when_the_runner_is_built(model_of):
 def test_layers_that_the_triton_kernels_do_not_serve_run_on_torch(model_of, monkeypatch):
     import torch
 
-    from engine.runtime.attention.select import engine_backend
     from engine.runtime.models.load import demands_of
+    from paged_kernels.backends import choose_for_layers
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     (narrow,) = demands_of((model_of(), None), "model")
     assert (narrow.group, narrow.head_dim, narrow.aligned) == (2, 8, False)
     served = narrow._replace(head_dim=128, aligned=True)
     for demands, backend in (((served,), "triton"), ((served, narrow), "torch")):
-        assert engine_backend("auto", torch.device("cuda"), demands) == backend
+        assert choose_for_layers("auto", torch.device("cuda"), demands).backend == backend
 
 
 def test_layers_that_the_named_triton_kernels_do_not_serve_are_refused(monkeypatch):
