@@ -1,21 +1,30 @@
 """The engine for many clients at once: it runs in a thread of its own, and each request is an async stream.
 
+Texts are encoded and forms compiled beside it, in threads of their own, so that a long one stops nobody.
 Commands go to the thread through one queue, and the thread runs them between two steps. All outputs of a step go to an
 event loop in one call. Closing a stream early aborts its request.
 """
 
 import asyncio
+import os
+import sys
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import EngineDeadError
 from engine.runtime.params import SamplingParams
 from engine.runtime.requests import RequestOutput
 
+Result = TypeVar("Result")
+_THREADS = 4  # a tokenizer lets other threads run while it encodes
+_LONG = 16_384  # characters, some milliseconds
 _Item = RequestOutput | Exception
 Observer = Callable[[list[RequestOutput]], None]
 _Inbox = SimpleQueue[Callable[[], None] | None]
@@ -27,6 +36,12 @@ class _Stream:
 
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     items: asyncio.Queue[_Item] = field(default_factory=asyncio.Queue)
+
+
+def _yield_to_others() -> None:
+    """Let this thread run where no other wants to."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 15)
 
 
 class AsyncEngine:
@@ -49,6 +64,8 @@ class AsyncEngine:
         self._inbox: _Inbox = SimpleQueue()
         self._streams: dict[str, _Stream] = {}
         self._stopping = False
+        self._aside = ThreadPoolExecutor(_THREADS, "pagetwin-words")  # encodes texts and compiles forms
+        self._behind = ThreadPoolExecutor(1, "pagetwin-long-words", initializer=_yield_to_others)
         self._thread = threading.Thread(target=self._run, name="pagetwin-engine", daemon=True)
 
     def start(self) -> None:
@@ -61,6 +78,8 @@ class AsyncEngine:
         self._inbox.put(None)
         if self._thread.is_alive():
             self._thread.join()
+        for pool in (self._aside, self._behind):
+            pool.shutdown(wait=False, cancel_futures=True)
 
     @property
     def alive(self) -> bool:
@@ -84,10 +103,12 @@ class AsyncEngine:
             why = self.death or "it was stopped, or never started"
             raise EngineDeadError(f"the engine does not run: {why}")
         stream = _Stream()
+        prepare = partial(self.engine.prepared, prompt, params)
+        ready = await self.aside(prepare, len(prompt) if isinstance(prompt, str) else 0)
 
         def add() -> None:
             try:
-                self.engine.add_request(request_id, prompt, params, priority=priority, cache_salt=cache_salt)
+                self.engine.add_request(request_id, ready, params, priority=priority, cache_salt=cache_salt)
             except Exception as error:
                 self._send({stream.loop: [(stream, error)]})
             else:
@@ -112,6 +133,11 @@ class AsyncEngine:
         finally:
             if not finished:
                 self._inbox.put(abort)
+
+    async def aside(self, work: Callable[[], Result], characters: int) -> Result:
+        """What `work` makes of a text, in a thread of its own. Long texts wait for each other."""
+        pool = self._behind if characters > _LONG else self._aside
+        return await asyncio.get_running_loop().run_in_executor(pool, work)
 
     def reset_prefix_cache(self) -> None:
         """As `Engine.reset_prefix_cache`, between two steps; the observer is called, as after a step."""

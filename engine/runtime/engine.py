@@ -51,11 +51,21 @@ from engine.runtime.requests import (
     truncated,
 )
 from engine.runtime.runner import Runner
-from engine.runtime.structured import Grammars
+from engine.runtime.structured import Constraint, Grammars
 from engine.runtime.text import Tokenizer
 from paged_kernels.backends import choose_for_layers
 
 Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """What of a request can be made before the engine takes it: the ids and the text, and the form of its output."""
+
+    ids: list[int]
+    text: str | None
+    constraint: Constraint | None
+
 
 GIB = 1 << 30
 CPU_BYTES = GIB  # of a KV pool on a CPU, unless the options give its size
@@ -351,7 +361,7 @@ class Engine:
     def add_request(
         self,
         request_id: str,
-        prompt: Prompt,
+        prompt: Prompt | PreparedPrompt,
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
@@ -374,7 +384,8 @@ class Engine:
             raise ParamsError("priority", f"{priority!r} is not a whole number")
         if request_id in self._states:
             raise RequestError(f"a request with the id {request_id!r} is already running or waiting")
-        ids = truncated(encode_prompt(prompt, self.tokenizer), params, self.limits)
+        ready = prompt if isinstance(prompt, PreparedPrompt) else self.prepared(prompt, params)
+        ids = truncated(ready.ids, params, self.limits)
         most = check_prompt(ids, params, self.loaded, self.limits)
         bad_words = encode_bad_words(listed(params.bad_words), self.tokenizer)
         check_choices(params, bad_words, self.loaded)
@@ -384,7 +395,6 @@ class Engine:
         # log-probabilities of a prompt need all of it computed: such a request has a salt of its own
         salt = cache_salt if params.prompt_logprobs is None else f"{cache_salt}\nrequest {number}"
         form = params.structured_outputs
-        constraint = None if form is None else self._grammars.constraint(form)
         ends = self.loaded.end_ids if form is None else self._grammars.end_ids
         shared = params.beam_width == 1 and not self._grouped
         identity = TokenIdentity(
@@ -401,17 +411,26 @@ class Engine:
         )
         self.scheduler.submit(request)
         self._next += 1
-        self.runner.add(request, array, params.rules(ends, bad_words, constraint))
+        self.runner.add(request, array, params.rules(ends, bad_words, ready.constraint))
         metrics = RequestMetrics(self._clock() if arrival_s is None else arrival_s, prompt_tokens=len(ids))
-        text, tokenizer = (
-            prompt if isinstance(prompt, str) else None,
-            self.tokenizer if params.detokenize else None,
-        )
+        tokenizer = self.tokenizer if params.detokenize else None
         generation = self.runner.generation(number)
-        state = RequestState(request_id, number, text, ids, params, generation, identity, tokenizer, metrics)
+        state = RequestState(
+            request_id, number, ready.text, ids, params, generation, identity, tokenizer, metrics
+        )
         self._states[request_id] = self._by_number[number] = state
         if params.stops or form is not None:
             self._watched[number] = state
+
+    def prepared(self, prompt: Prompt, params: SamplingParams | None) -> PreparedPrompt:
+        """The prompt, encoded, and the form of its output, compiled. Any thread may do that.
+
+        Raises PromptError, TokenizerError and ParamsError.
+        """
+        form = None if params is None else params.structured_outputs
+        constraint = None if form is None else self._grammars.constraint(form)
+        text = prompt if isinstance(prompt, str) else None
+        return PreparedPrompt(encode_prompt(prompt, self.tokenizer), text, constraint)
 
     def reset_prefix_cache(self) -> None:
         """Let no later request find a block that was filled before now. Running requests go on."""

@@ -36,8 +36,6 @@ _KEYS = ("decoding.draft_tokens", "decoding.draft_place", "decoding.draft_path")
 def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     """Load the model, print the capacity of the pool, and listen until stopped. Raises UserError before loading."""
     check_installed("serve", SERVER)
-    import uvicorn
-
     if flags.kv_events is None and flags.kv_events_topic:
         raise UserError("--kv-events-topic needs --kv-events ENDPOINT")
     if flags.max_requests < 1:
@@ -49,6 +47,7 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     from engine.runtime.errors import ModelError
     from engine.runtime.llm import sampling_defaults
     from harness.serve.app import build_app
+    from harness.serve.limits import Listener
 
     try:
         defaults = sampling_defaults(config.model.path, flags.generation_config)
@@ -73,8 +72,7 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
             "neutral values)"
         )
     say(f"listening on http://{host}:{port}/v1")
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
-    server.run(sockets=[listener])
+    Listener(app).run(sockets=[listener])
 
 
 def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher | None":

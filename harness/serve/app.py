@@ -7,17 +7,17 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import HTTPException as FastApiError
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import NeverFitsError
 from engine.core.policies import Policies
@@ -28,6 +28,7 @@ from engine.runtime.requests import RequestOutput
 from engine.runtime.text import decode_ids, encode_text
 from harness.serve import answers
 from harness.serve.kv_events import KvEventPublisher
+from harness.serve.limits import BodyLimit
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import (
     ChatRequest,
@@ -38,6 +39,7 @@ from harness.serve.protocol import (
     TokenizeRequest,
 )
 
+CUT = 8
 _OPEN = frozenset(("/health", "/ping", "/metrics", "/version"))
 
 
@@ -64,30 +66,6 @@ class ApiKeys:
 
 
 OutputStream = AsyncGenerator[answers.NumberedOutput, None]
-MAX_BODY_BYTES = 16 << 20  # JSON takes up to 18 times as much memory once it is parsed
-
-
-class BodyLimit:
-    """Answers 413 to a body of more than `MAX_BODY_BYTES`, which is read to its end and not kept."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and count the bytes of its body."""
-        read = 0
-
-        async def counted() -> Message:
-            nonlocal read
-            message = await receive()
-            read += len(message.get("body", b""))
-            if read <= MAX_BODY_BYTES:
-                return message
-            while message.get("more_body"):
-                message = await receive()
-            raise FastApiError(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
-
-        await self._app(scope, counted, send)
 
 
 @dataclass
@@ -115,19 +93,26 @@ class Server:
                 param="model",
             )
 
-    def check_length(self, text: object, body: CompletionRequest | ChatRequest, field: str) -> None:
-        """Raise ServeError (400) for a text that no tokens of the longest sequence can hold, before it is encoded."""
+    def check_length(
+        self, text: object, body: CompletionRequest | ChatRequest | TokenizeRequest, field: str
+    ) -> None:
+        """Raise ServeError (400) for a text that is too long to be encoded.
+
+        That is one that no tokens of the longest sequence can hold, or, where it is cut or only counted, one of more
+        than `CUT` times as many characters.
+        """
         words = getattr(self.engine.engine.tokenizer, "get_vocab", None)
         longest = self.engine.engine.limits.max_model_len
-        if not isinstance(text, str) or body.truncate_prompt_tokens is not None or not words or not longest:
+        if not isinstance(text, str) or not words or not longest:
             return
         if self.longest_token == 0:
             self.longest_token = max(map(len, words()))
-        if len(text) > longest * self.longest_token:
+        runs = not isinstance(body, TokenizeRequest) and body.truncate_prompt_tokens is None
+        most = longest * self.longest_token * (1 if runs else CUT)
+        if len(text) > most:
             raise answers.ServeError(
                 400,
-                f"{field}: {len(text):,} characters; allowed are {longest * self.longest_token:,}, {longest:,} "
-                f"tokens of the longest",
+                f"{field}: {len(text):,} characters; allowed are {most:,}, for {longest:,} tokens at most",
                 param=field,
             )
 
@@ -273,16 +258,19 @@ def build_app(
         for one in prompts:
             server.check_length(one, body, "prompt")
         if not body.add_special_tokens:
+            plain = partial(encode_text, engine.tokenizer, add_special_tokens=False)
             prompts = [
-                encode_text(engine.tokenizer, one, add_special_tokens=False) if isinstance(one, str) else one
+                await server.engine.aside(partial(plain, one), len(one)) if isinstance(one, str) else one
                 for one in prompts
             ]
         return await server.answer(request, body, prompts)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        server.check_length("".join(one.plain()["content"] for one in body.messages), body, "messages")
-        return await server.answer(request, body, [body.prompt_ids(engine.tokenizer)])
+        text = "".join(one.plain()["content"] for one in body.messages)
+        server.check_length(text, body, "messages")
+        ids = await server.engine.aside(partial(body.prompt_ids, engine.tokenizer), len(text))
+        return await server.answer(request, body, [ids])
 
     _add_facts(app, server)
     _add_words(app, server)
@@ -331,7 +319,9 @@ def _add_words(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
-        ids = body.token_ids(engine.tokenizer)
+        text = body.prompt or "".join(one.plain()["content"] for one in body.messages or ())
+        server.check_length(text, body, "prompt" if body.messages is None else "messages")
+        ids = await server.engine.aside(partial(body.token_ids, engine.tokenizer), len(text))
         answer = {"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids}
         names = [engine.tokenizer.decode([token]) for token in ids] if engine.tokenizer else None
         return answer | {"token_strs": names if body.return_token_strs else None}

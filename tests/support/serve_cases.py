@@ -1,5 +1,6 @@
 """A tiny model with a real tokenizer behind a real server on a free port, for tests that drive it as clients do."""
 
+import signal
 import socket
 import threading
 import time
@@ -41,16 +42,18 @@ def build_engine(loaded, **options):
 
 @contextmanager
 def served(engine, **options):
-    """The engine behind uvicorn; gives the address."""
-    import uvicorn
-
+    """The engine behind uvicorn; gives the address. `stop` gets the function that a signal to stop would call."""
     from harness.serve.app import build_app
+    from harness.serve.limits import Listener
 
+    stop = options.pop("stop", None)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     app = build_app(engine, model="tiny", **options)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    server = Listener(app, log_level="error", timeout_graceful_shutdown=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
+    if stop is not None:
+        stop.append(lambda: server.handle_exit(signal.SIGTERM, None))
     while not server.started:
         time.sleep(0.01)
     try:

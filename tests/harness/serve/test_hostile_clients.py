@@ -2,6 +2,9 @@
 
 import asyncio
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from urllib.parse import urlsplit
 
 import httpx
@@ -203,3 +206,84 @@ def test_clients_that_come_and_go_leave_nothing_behind(address, engine):
     engine.scheduler.manager.check()
     assert not engine.scheduler.stats
     assert serves(address)
+
+
+# -- clients that are slow ----------------------------------------------------------------------------------------
+
+
+def answer_to(address, head, wait_s=PATIENCE_S):
+    """What the server sends to a client that sends `head` and nothing more, until it closes the connection."""
+    at = urlsplit(address)
+    with socket.create_connection((at.hostname, at.port), timeout=wait_s) as client:
+        client.sendall(head)
+        parts = []
+        while part := client.recv(4096):
+            parts.append(part)
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"])
+def test_a_request_whose_head_never_ends_is_closed(head, address, monkeypatch):
+    monkeypatch.setattr("harness.serve.limits.HEAD_S", 0.05)
+    assert answer_to(address, head) == b""
+
+
+def test_a_body_that_does_not_go_on_is_a_408(address, monkeypatch):
+    monkeypatch.setattr("harness.serve.limits.BODY_S", 0.05)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\nconnection: close\r\n\r\n{"
+    assert answer_to(address, head).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "wait for me", "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "wait for me"}], "max_tokens": 1}),
+        ("/tokenize", {"prompt": "wait for me"}),
+    ],
+)
+def test_a_text_that_takes_long_to_encode_stops_nobody_else(path, body, engine, address, monkeypatch):
+    begun, go_on = threading.Event(), threading.Event()
+    encode, template = engine.tokenizer.encode, engine.tokenizer.apply_chat_template
+
+    def slowly(work, text, *given, **named):
+        if "wait for me" in str(text):
+            begun.set()
+            assert go_on.wait(PATIENCE_S)
+        return work(text, *given, **named)
+
+    monkeypatch.setattr(engine.tokenizer, "encode", partial(slowly, encode))
+    monkeypatch.setattr(engine.tokenizer, "apply_chat_template", partial(slowly, template))
+    with ThreadPoolExecutor() as pool:
+        slow = pool.submit(post, address, body, path)
+        assert begun.wait(PATIENCE_S)
+        assert serves(address)
+        assert not slow.done()
+        go_on.set()
+        assert slow.result().status_code == 200
+
+
+def test_a_stream_that_a_stop_interrupts_ends_with_an_event_that_says_so():
+    import torch
+
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+
+    torch.set_num_threads(1)
+    engine, stop = build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE))), []
+    step = engine.step
+
+    def one_step():
+        if engine.counters.steps == 3:
+            stop[0]()
+        return step()
+
+    engine.step = one_step
+    body = {"prompt": "the cat", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with (
+        served(engine, stop=stop) as address,
+        httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer,
+    ):
+        lines = [line for line in answer.iter_lines() if line]
+    assert "the engine has ended" in lines[-2]
+    assert lines[-1] == "data: [DONE]"
