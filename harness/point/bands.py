@@ -86,9 +86,9 @@ def bands(
 
 def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
     family = name.partition("_")[0]
-    left = device.ttft_spread if family == "ttft" else 0.0
-    left = left if device.fits is not None else _DESCRIBED
-    spread = sqrt(float(np.mean(errors**2)) + left**2 + _REPEATS.get(family, _OTHER_REPEATS) ** 2)
+    left = [device.ttft_spread if family == "ttft" else 0.0, _REPEATS.get(family, _OTHER_REPEATS)]
+    left += [] if device.fits is not None else [_DESCRIBED, device.step_spread]
+    spread = sqrt(float(np.mean(errors**2)) + sum(one**2 for one in left))
     reach = float(stats.t.ppf(0.5 + COVERS / 2, len(errors) - 1)) * spread
     return Band(value * exp(-reach), value * exp(reach))
 

@@ -160,6 +160,7 @@ def read_levels(file: SourceFile) -> rows.RequestLog:
                 log.add(_level_row(row, place, start, last, f"level {level + 1}, place {slot + 1}"))
     facts = document.value.get("run_metadata")
     log.facts = {"model_id": facts["model"]} if isinstance(facts, dict) and "model" in facts else {}
+    log.facts["backend"] = str(document.value.get("engine_name", ""))
     log.notes.append(
         f"{file.name}: prompt_len counts words; a word is taken as 4/3 tokens. Its KV use and running requests are not "
         "read: the recorder wrote 0 throughout."

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import repeat
 from math import isfinite, nan
 
 import numpy as np
@@ -12,6 +13,7 @@ from harness.metrics.log import Outcome, RunLog
 from harness.point.bands import possible
 from harness.point.cost import cost_model
 from harness.twin.log import EngineLog, FloatArray, IntArray, LoggedRequests, Timeseries, tpot_s
+from harness.twin.sharing import cached_before
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate
 from traces.trace import Trace
@@ -97,10 +99,21 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
 def others(config: RunConfig, workload: Trace) -> Iterator[PredictedRun]:
     """The predictions of what the deployment may be as well, from which bands are made (`harness.point.bands`).
 
+    Where no log was fitted and nothing is known of what the prompts share, an earlier run may have left them in the
+    cache: every third prediction has them there.
+
     Raises:
         ConfigError: as `predictor`.
     """
-    return map(_prediction, possible(point_of(config, workload)))
+    new = point_of(config, workload)
+    described = config.device.fitted_from is None and config.cache.prefix_caching
+    cached = cached_before(workload, new.deployment.pool.tokens) if described else None
+    again = repeat(None) if cached is None else possible(point_of(config, cached))
+    for number, (one, other) in enumerate(zip(possible(new), again, strict=False)):
+        yield _prediction(one if other is None or number % _MAY_BE_CACHED else other)
+
+
+_MAY_BE_CACHED = 3
 
 
 def point_of(config: RunConfig, workload: Trace) -> Point:

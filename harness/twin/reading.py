@@ -445,6 +445,9 @@ def _on_clock(series: Timeseries, times: LoggedRequests) -> tuple[Timeseries, st
     return replace(series, at_s=series.at_s + fine[best]), note
 
 
+_ENGINES = ("sglang", "vllm")  # as clients name what they call
+
+
 def _merged_settings(found: _Found, log: RequestLog) -> EngineSettings:
     """The settings of all files. What an engine printed or found out wins over what it was told.
 
@@ -461,6 +464,9 @@ def _merged_settings(found: _Found, log: RequestLog) -> EngineSettings:
         merged = merged.filled(settings)
     if merged.model is None and "model_id" in log.facts:
         merged = merged.changed(log.file.name, model=str(log.facts["model_id"]))
+    backend = str(log.facts.get("backend", "")).lower()
+    if merged.engine == "unknown" and (engine := next((one for one in _ENGINES if one in backend), None)):
+        merged = merged.changed(log.file.name, engine=engine)
     return with_sglang_defaults(with_vllm_defaults(merged))
 
 

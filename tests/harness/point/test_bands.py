@@ -51,6 +51,11 @@ def test_a_band_is_wider_where_a_log_leaves_steps_unexplained() -> None:
     assert width(fitted(device, same, step_spread=0.1)) > 3 * width(fitted(device, same))
 
 
+def test_a_band_is_wider_for_steps_that_are_not_simulated() -> None:
+    device = point("device=h100").deployment.device
+    assert width(replace(device, step_spread=0.7)) > 1.5 > 2 * width(device)
+
+
 def test_a_band_has_the_unit_of_its_figure_and_holds_it() -> None:
     found = bands({"tpot_p50": 2.0}, [{"tpot_p50": 1.9}, {"tpot_p50": 2.1}], DeviceConfig())["tpot_p50"]
     assert found.low < 1.9 < 2.1 < found.high

@@ -134,6 +134,7 @@ def test_requests_of_one_prompt_id_have_one_prompt(tmp_path: Path) -> None:
 def test_each_place_of_a_level_sends_after_its_answer(tmp_path: Path) -> None:
     log = read_engine_log(written(tmp_path, levels()))
     assert log.settings.model == "meta-llama/Llama-3.1-8B-Instruct"
+    assert log.settings.engine == "vllm"
     assert log.workload.header.client.kind is ClientKind.multi_turn
     starts = log.requests.arrival_s
     assert starts[:6] == pytest.approx([0.0, 0.104, 0.209, 0.315, 0.422, 0.53])  # 4 ms after each answer

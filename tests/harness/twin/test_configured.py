@@ -190,6 +190,28 @@ def test_another_client_than_the_log_s_is_warned_of(recorded: EngineLog, words: 
     assert found.warnings[0].startswith("Warning: the requests are sent otherwise, as you set it")
 
 
+@pytest.mark.parametrize(
+    ("settings", "said", "spread"),
+    [
+        ({"engine": "sglang", "version": None}, "SGLang computes prompts in steps of their own", 0.0),
+        ({"version": "0.7.3"}, "vLLM 0.7.3 runs its first scheduler", 0.7),
+    ],
+)
+def test_an_engine_whose_scheduler_is_not_simulated_is_said_first_with_a_wide_band(
+    recorded: EngineLog, settings: dict[str, Any], said: str, spread: float
+) -> None:
+    found = configured(with_settings(recorded, **settings), ("device=rtx_pro_6000",))
+    assert said in found.warnings[0]
+    assert found.config.device.step_spread == spread
+    assert found.config.device.ttft_spread >= 0.4
+
+
+def test_the_scheduler_of_a_newer_vllm_needs_no_warning(recorded: EngineLog) -> None:
+    assert not any(
+        "scheduler" in warning for warning in configured(recorded, ("device=rtx_pro_6000",)).warnings
+    )
+
+
 def test_requests_that_failed_are_said_first(recorded: EngineLog) -> None:
     failed = replace(recorded, dropped={"failed": 5, "written twice, with the same times": 9})
     assert configured(failed, ("device=rtx_pro_6000",)).warnings == (

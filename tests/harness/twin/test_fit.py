@@ -18,7 +18,7 @@ from harness.twin.fit import (
     requests_to_fit,
 )
 from harness.twin.log import EngineLog, LoggedRequests
-from harness.twin.prediction import errors_of, predictor
+from harness.twin.prediction import errors_of, others, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
 from harness.twin.trust import bands_of_log, errors_by_part
@@ -227,6 +227,11 @@ def test_prompts_that_an_earlier_run_had_cached_are_told_from_new_ones(cached: b
     log, found, _ = fit_log(replace(new, requests=times), KNOWN, first=40)
     assert (log.workload == truth.workload) is cached
     assert any("in the prefix cache before it began" in warning for warning in found.warnings) is cached
+
+
+def test_without_a_fit_some_of_what_may_be_has_prompts_of_an_earlier_run() -> None:
+    found = [one.log.requests["hit_tokens"].sum() for one in others(config(), workload(12))]
+    assert [hits > 0 for hits in found] == 4 * [True, False, False]
 
 
 def test_prompts_are_not_taken_as_cached_where_the_pool_cannot_hold_them_or_their_sharing_is_known() -> None:
