@@ -45,7 +45,9 @@ _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound w
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
-_WORTH_COMPILING = 5_000  # requests: a case replays them some twenty times, which pays for compiling once
+_WORTH_COMPILING = (
+    5_000  # requests of a case, which replays them or a window some twenty times: that pays for compiling
+)
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -377,7 +379,7 @@ class LoadCase:
         if part.missing:
             return Trial(rate, changes, seed, {}, {NEVER_FITS: part.missing}, None, ())
         point, cost = part.point.of_trace(trace), cost_model(part.point.deployment)
-        if len(trace.requests) >= _WORTH_COMPILING and obstacle(point, cost) is None:
+        if len(self.trace.requests) >= _WORTH_COMPILING and obstacle(point, cost) is None:
             point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
         if end:
             cost = at_end(point.deployment, cost, end == "fast") or cost
