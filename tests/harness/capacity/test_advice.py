@@ -58,7 +58,7 @@ def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
 
 
 def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path: Path) -> None:
-    """For requests one after the other that fit the smallest pool, exactly; one block more holds a prompt's end."""
+    """For requests one after the other that fit the smallest pool, exactly."""
     draw, file = np.random.default_rng(3), tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 60_000 * at, "input_length": 512 * count + 100, "output_length": 1,
@@ -69,7 +69,7 @@ def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path:
     case = case_of(file, "trace=mooncake", f"trace.path={file}", "cache.block_size=512")
     profile = reuse_profile(case.trace, 512, spare_last_token=True)
     pools = [6 + 2 * place for place in range(10)]
-    replayed = [case.run({"cache.pool_tokens": 512 * blocks + 512}).metrics["hit_tokens"] for blocks in pools]
+    replayed = [case.run({"cache.pool_tokens": 512 * blocks}).metrics["hit_tokens"] for blocks in pools]
     assert replayed == [profile.hit_tokens(blocks) for blocks in pools]
     assert len(set(replayed)) > 3
 

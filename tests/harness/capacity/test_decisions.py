@@ -17,11 +17,11 @@ from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.workload import case_of
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
-from harness.config.schema import RunConfig
+from harness.config.schema import Compiled, RunConfig
 from harness.config.values import replaced
 from harness.point.cost import cost_model
 from harness.workload.point import resolve
-from harness.workload.simulate import predict
+from harness.workload.simulate import obstacle, predict
 from traces.reshape import repeated, set_rate
 
 pytestmark = pytest.mark.nightly
@@ -113,7 +113,10 @@ def holds(case: LoadCase, config: RunConfig, rate: float, copies: int) -> bool:
     kept = {row.request_id for row in case.trace.requests}
     assert kept <= {row.request_id for row in point.trace.requests}
     point = point.of_trace(repeated(set_rate(case.trace, rate), copies))
-    found = predict(point, cost_model(point.deployment), rows=True)
+    cost = cost_model(point.deployment)
+    if len(point.trace.requests) >= 5_000 and obstacle(point, cost) is None:
+        point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
+    found = predict(point, cost, rows=True)
     return (
         not broken_goals(case.slo, found.metrics)
         and not growth(found.log)
