@@ -73,6 +73,20 @@ class Eviction(StrEnum):
     gdsf = "gdsf"  # what costs the fewest seconds to compute again, by its uses so far
 
 
+class TierStore(StrEnum):
+    """When a tier below the pool is filled (`engine.core.memory.tiers`)."""
+
+    written = "written"  # when a request ends or is preempted, with all that it has cached (write-through)
+    evicted = "evicted"  # when the pool evicts a block (write-back)
+
+
+class TierLoad(StrEnum):
+    """Which of the blocks that a tier has are loaded, and not computed again."""
+
+    always = "always"
+    cheaper = "cheaper"  # where reading takes less time than computing
+
+
 class GroupKind(StrEnum):
     """What the layers of a group keep of a sequence."""
 

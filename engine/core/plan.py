@@ -51,6 +51,20 @@ class SlotUsage(NamedTuple):
         return self.token + self.cached + self.reserved + self.internal + self.external + self.free
 
 
+class Loads(NamedTuple):
+    """Blocks of admitted requests that are read from tiers below the pool, and the seconds that this takes.
+
+    With `overlaps` they are read while the step computes, else before it.
+    """
+
+    blocks: int = 0
+    seconds: float = 0.0
+    overlaps: bool = False
+
+
+NO_LOADS = Loads()
+
+
 class StepCounts(NamedTuple):
     """What a plan counts of its step. To count more, add it here and in `StepPlan.counts`: it is in every log then."""
 
@@ -118,6 +132,7 @@ class StepPlan:
     padded: Sequence[int] = ()  # request ids whose drafts only fill their row, and are never accepted
     steady: int = 0  # leading rows that are steady decoders
     steady_ids: Sequence[int] = ()  # their requests
+    loads: Loads = NO_LOADS
 
     @property
     def counts(self) -> StepCounts:

@@ -117,6 +117,9 @@ class SimulatedExecutor(Executor):
         The first round prices as many steps as fit if all took as long as the first one; the second round prices all.
         """
         seconds, attention_s = self._cost.price(first)
+        if plan.loads.blocks:
+            read_s = plan.loads.seconds
+            seconds = max(float(seconds), read_s) if plan.loads.overlaps else seconds + read_s
         ns, attention = [_whole_ns(float(seconds))], [float(attention_s)]
         left = plan.num_steps - 1
         if not left or (horizon_ns is not None and ns[0] >= horizon_ns):

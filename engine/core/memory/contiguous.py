@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
 from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
 from engine.core.options import Placement, Reservation
-from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
+from engine.core.plan import NO_LOADS, CopyList, Loads, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -176,6 +176,10 @@ class NeverSwaps:
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """Two empty lists."""
         return [], []
+
+    def drain_loads(self) -> Loads:
+        """None: there are no tiers."""
+        return NO_LOADS
 
     def chunk_end(
         self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None

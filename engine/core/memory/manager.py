@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.errors import CoreError
-from engine.core.plan import CopyList, IntArray, SlotUsage, StaleList, SwapList
+from engine.core.plan import CopyList, IntArray, Loads, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -195,6 +195,9 @@ class KVCacheManager(Protocol):
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, and (host, device) blocks to bring back, since the last call."""
+
+    def drain_loads(self) -> Loads:
+        """What was read from tiers below the pool since the last call."""
 
     def check(self) -> None:
         """Verify every invariant. Raises InvariantError."""

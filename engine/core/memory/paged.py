@@ -7,21 +7,22 @@ a block whose tokens have all left the window is released while its sequence run
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Self
 
 from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
 from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables, tables_of
-from engine.core.memory.eviction import CheckpointRule, EvictionPolicy
+from engine.core.memory.eviction import CheckpointRule, EvictionPolicy, LruQueue
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.layer_groups import LayerGroups
 from engine.core.memory.manager import FastForwardColumns, KVCacheManager, beyond_end, check_parents
 from engine.core.memory.prefix_cache import LookupRecord, PrefixCache, RecentHits
 from engine.core.memory.swapping import CopyAtFork, HostPool, Swapper
+from engine.core.memory.tiers import SpillingQueue, TierHit, Tiers
 from engine.core.options import Retention, SpeculationMode, WindowHits
-from engine.core.plan import CopyList, SlotUsage, StaleList, SwapList
+from engine.core.plan import NO_LOADS, CopyList, Loads, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -38,6 +39,7 @@ class PagedManager:
       indirection table would say whose tokens a beam continues; there is none, so this is for predictions.
     * `host_blocks`: blocks of host memory for swapped groups.
     * `keep_events`, `keep_lookups`: record changes of the prefix cache (`pool.drain_events`) and lookups (`lookups`).
+    * `tiers`: host memory and disk below the pool, which keep what it loses.
     * `residency`: follows a share of the blocks; None follows none.
 
     `of` makes one for layers in groups. `caches` has the prefix cache of each group, with its tables.
@@ -58,15 +60,18 @@ class PagedManager:
         keep_events: bool = False,
         keep_lookups: bool = False,
         residency: ResidencySampler | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         if block_size < 1:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
+        if tiers is not None:
+            eviction = SpillingQueue(eviction or LruQueue(), tiers)
         new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
         if eviction is not None:
             eviction.facts.block_size = block_size
-        self._deduplicate, self._keeps_beams = deduplicate, keeps_beams
+        self._deduplicate, self._keeps_beams, self.tiers = deduplicate, keeps_beams, tiers
         self.lookups: list[LookupRecord] | None = [] if keep_lookups else None
         tables = BlockTables(self.pool, block_size)
         self._set_up([PrefixCache(tables, prefix_caching, deduplicate)], num_blocks, block_size, host_blocks)
@@ -107,7 +112,7 @@ class PagedManager:
         """
         layout = pages.layout
         manager = cls.__new__(cls)
-        manager.residency = manager.lookups = manager._copying = None
+        manager.residency = manager.lookups = manager._copying = manager.tiers = None
         manager._deduplicate = manager._keeps_beams = False
         caches, rule = [], CheckpointRule(retention_interval, layout.match_unit)
         for index, group in enumerate(layout.groups):
@@ -163,6 +168,8 @@ class PagedManager:
         hits, missed = self.prefix_cache.find(group, asked)
         if self.lookups is not None and self.prefix_cache.serves(group.request):
             self._looked_up = {group: LookupRecord(group.request.request_id, asked, len(hits), missed)}
+        if self.tiers is not None and len(hits) < asked:
+            return self.tiers.find(self.prefix_cache.names(group), hits, asked)
         return hits
 
     def can_admit(
@@ -184,13 +191,16 @@ class PagedManager:
             return self.groups.can_admit(group, hits, spare_blocks, (width, whole), chunk_end)
         whole = max(whole, chunk_end or 0)  # draft tokens go further
         pool, (need,) = self.pool, self._needs(group.request, width, whole)
-        need += (pool.unreferenced(hits) - len(hits)) if hits else 0
+        held = hits.pool if isinstance(hits, TierHit) else hits
+        need += (pool.unreferenced(held) - len(held)) if held else 0
         return need + spare_blocks <= pool.free_blocks
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open tables with the hits. They get a reference first, so that the request cannot evict its own hits."""
         (root,) = group.sequences
-        if self.groups is None:
+        if isinstance(hits, TierHit):
+            self._open_loaded(group, root, hits)
+        elif self.groups is None:
             self.tables.open_hits(root, list(hits))
         else:
             self.groups.open_hits(root, hits)
@@ -203,6 +213,16 @@ class PagedManager:
             self.lookups.append(self._looked_up.pop(group))
         if served:
             self.recent_hits.note(group.tokens, root.computed)
+
+    def _open_loaded(self, group: Group, root: SequenceState, hit: TierHit) -> None:
+        """Open a table with what the pool has, and blocks for what tiers have; those enter the prefix cache again."""
+        assert self.tiers is not None
+        self.tiers.load(hit, group.request)
+        self.tables.open_hits(root, list(hit.pool))
+        loaded = self.pool.take(hit.loaded)
+        self.tables.append(group.request, self.tables.get(root), loaded)
+        self.tables.wrote(len(loaded) * self.block_size)
+        self.pool.cache_full_blocks(loaded, self.prefix_cache.names(group)[len(hit.pool) : len(hit)])
 
     def _new_numbers(self, request: Request) -> int:
         """Numbers for the blocks of a request: as many for the prompt as for each branch, all that it could need."""
@@ -394,6 +414,9 @@ class PagedManager:
             self._copying.forget(sequence)
         if self._deduplicate:
             self.prefix_cache.forget(sequence)
+        if self.tiers is not None:
+            known = map(self.pool.hash_of, sequence.table[: sequence.cached_blocks])
+            self.tiers.released(list(takewhile(lambda each: each is not None, known)), sequence.request)
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):
             cache.tables.close(part)
         sequence.table = []
@@ -547,6 +570,10 @@ class PagedManager:
         stale, self.work.stale = self.work.stale, []
         return stale
 
+    def drain_loads(self) -> Loads:
+        """What was read from tiers."""
+        return NO_LOADS if self.tiers is None else self.tiers.drain_loads()
+
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, (host, device) blocks to bring back."""
         swapper = self.swapper
@@ -560,6 +587,8 @@ class PagedManager:
         for cache in self.caches:
             entries += cache.tables.check()
         usage = self.usage(None)
+        if self.tiers is not None:
+            self.tiers.check()
         if self.groups is None:
             self.pool.check(dict(entries))
             whole = self.pool.num_blocks * self.block_size

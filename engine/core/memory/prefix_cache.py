@@ -106,14 +106,21 @@ class PrefixCache:
             found = group.block_hashes[self._index] = self._keys(identity.prompt_hashes(self._size))
         return found
 
-    def find(self, group: Group, asked: int) -> tuple[list[int], BlockHash | None]:
-        """The longest cached prefix in the first `asked` blocks, and the first hash that missed. Changes nothing."""
+    def names(self, group: Group) -> Sequence[BlockHash]:
+        """The hashes of the group's full blocks that other requests may have, generated ones included."""
         identity = group.request.identity
         if not self.enabled or identity is None:
-            return [], None
+            return ()
         hashes = group.block_hashes.get(self._index) or self.hashes(group)
         if group.generated and group.request.width == 1:
             hashes = identity.generated_hashes(0, self._size) or hashes
+        return hashes
+
+    def find(self, group: Group, asked: int) -> tuple[list[int], BlockHash | None]:
+        """The longest cached prefix in the first `asked` blocks, and the first hash that missed. Changes nothing."""
+        hashes = self.names(group)
+        if not self.serves(group.request):
+            return [], None
         hits = self._pool.find(hashes[:asked])
         if len(hits) < min(asked, len(hashes)):
             return hits, hashes[len(hits)]

@@ -311,7 +311,7 @@ class Scheduler:
         manager, calendar, head = self.manager, self._batch.calendar, self.waiting.head
         num_steps = self._fast_forward_steps(step, max_steps) if max_steps > 1 else 1
         steady = calendar.view()
-        swap_out, swap_in = manager.drain_swaps()
+        (swap_out, swap_in), loads = manager.drain_swaps(), manager.drain_loads()
         return StepPlan(
             step=self._step,
             rows=BatchRows(steady, calendar.clock.now, step.rows),
@@ -320,7 +320,7 @@ class Scheduler:
             num_steps=num_steps,
             admitted=step.admitted,
             preempted=step.preempted,
-            new_blocks=step.new_blocks + sum(step.appended.values()),
+            new_blocks=step.new_blocks + sum(step.appended.values()) + loads.blocks,
             hit_tokens=step.hit_tokens,
             running=len(self._batch),
             waiting=len(self.waiting) + len(self.swapped) + step.ended,
@@ -332,6 +332,7 @@ class Scheduler:
             padded=step.padded,
             steady=len(steady.sequences),
             steady_ids=steady.request_ids,
+            loads=loads,
         )
 
     def _fast_forward_steps(self, step: StepBuilder, max_steps: int) -> int:

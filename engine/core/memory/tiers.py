@@ -1,0 +1,279 @@
+"""Tiers below the pool: host memory and disk that keep content by hash, for prefixes that the pool has evicted.
+
+A tier is filled when a table is released (`TierStore.written`) or when the pool evicts a block (`TierStore.evicted`).
+What the host evicts goes to the disk. A look-up finds the longest prefix over the pool and then the tiers; what is
+loaded becomes a block of the pool again and stays in its tier. A unit (a block, or a chunk of blocks as in LMCache) is
+stored, found and read as a whole. Tiers have rules of eviction of their own.
+
+Reading delays the step that admits a request, or runs beside it. Writing has a direction and a stream of its own, so it
+takes no time of a step; its seconds are counted.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from engine.core.errors import CoreError, InvariantError
+from engine.core.identity import BlockHash
+from engine.core.memory.eviction import EvictionPolicy, PoolFacts, Released
+from engine.core.options import TierLoad, TierStore
+from engine.core.plan import Loads
+from engine.core.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """A tier of `units` units. A unit has a latency, and each of its blocks a time to read and to write, in seconds."""
+
+    name: str
+    units: int
+    read_s: float = 0.0
+    write_s: float = 0.0
+    latency_s: float = 0.0
+
+
+class Tier:
+    """Content by key, the hash of a unit's last block. `policy` says which unit leaves a full tier."""
+
+    def __init__(self, spec: TierSpec, policy: EvictionPolicy) -> None:
+        if spec.units < 1:
+            raise CoreError(f"tier {spec.name} has {spec.units} units, must have at least 1")
+        self.spec = spec
+        self.written = self.read = self.evicted = 0  # units
+        self._policy = policy
+        self._slot: dict[BlockHash, int] = {}
+        self._key: list[BlockHash | None] = []
+        self._free: list[int] = []
+        policy.facts.num_blocks, policy.facts.hash_of = spec.units, self._key.__getitem__
+
+    def __contains__(self, key: BlockHash) -> bool:
+        return key in self._slot
+
+    def __len__(self) -> int:
+        return len(self._slot)
+
+    def touch(self, keys: Iterable[BlockHash], request: Request | None) -> None:
+        """The units of `keys`, in the order of a prefix, are of use again, as far as they are here."""
+        slots = [self._slot[key] for key in keys if key in self._slot]
+        self._policy.reuse(slots, slots)
+        self._policy.push(slots, Released(slots, 0, request))
+
+    def store(self, keys: Sequence[BlockHash], request: Request | None) -> list[BlockHash]:
+        """Keep the units of `keys`, in the order of a prefix, as many as fit; returns those evicted for them.
+
+        Units that are here already are of use again, and not written.
+        """
+        keys = list(dict.fromkeys(keys))[: self.spec.units]
+        known = [self._slot[key] for key in keys if key in self._slot]
+        self._policy.reuse(known, known)
+        room = self.spec.units - len(self._slot)
+        lost = self._evict(max(0, len(keys) - len(known) - room))
+        slots = [self._slot[key] if key in self._slot else self._enter(key) for key in keys]
+        self._policy.push(slots, Released(slots, 0, request))
+        return lost
+
+    def _enter(self, key: BlockHash) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._key[slot] = key
+        else:
+            slot = len(self._key)
+            self._key.append(key)
+        self._slot[key] = slot
+        self.written += 1
+        return slot
+
+    def _evict(self, count: int) -> list[BlockHash]:
+        lost: list[BlockHash] = []
+        for slot in self._policy.pop(count):
+            key = self._key[slot]
+            del self._slot[key]
+            lost.append(key)
+            self._key[slot] = None
+            self._free.append(slot)
+        self.evicted += len(lost)
+        return lost
+
+    def check(self) -> None:
+        """Raise InvariantError unless keys, slots, the order of eviction and the counters agree."""
+        stored = {slot: key for slot, key in enumerate(self._key) if key is not None}
+        if stored != {slot: key for key, slot in self._slot.items()}:
+            raise InvariantError(f"tier {self.spec.name}: keys and slots do not agree")
+        if sorted(self._policy.blocks()) != sorted(stored) or len(self._policy) != len(stored):
+            raise InvariantError(
+                f"tier {self.spec.name}: the order of eviction has other units than the tier"
+            )
+        if len(stored) + len(self._free) != len(self._key) or len(stored) > self.spec.units:
+            raise InvariantError(f"tier {self.spec.name}: {len(stored)} units of {self.spec.units}")
+        if self.written - self.evicted != len(stored):
+            raise InvariantError(f"tier {self.spec.name}: {self.written} written, {self.evicted} evicted")
+
+
+class Part(NamedTuple):
+    """Blocks that one tier has behind a prefix: how many are of use, and the units that are read for them."""
+
+    tier: int
+    blocks: int
+    keys: list[BlockHash]
+
+
+class TierHit(Sequence[int]):
+    """A prefix whose first blocks are in the pool (`pool`), and the others in tiers (`parts`, in order).
+
+    As a sequence it has a number for each block. `touched` are the units of the whole prefix.
+    """
+
+    def __init__(self, pool: list[int], parts: Sequence[Part], touched: Sequence[BlockHash]) -> None:
+        self.pool, self.parts, self.touched = pool, parts, touched
+        self.loaded = sum(part.blocks for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.pool) + self.loaded
+
+    def __getitem__(self, index: int | slice) -> int | Sequence[int]:  # type: ignore[override]
+        return range(len(self))[index]
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """What tiers did in a run: blocks, and seconds."""
+
+    hit_blocks: list[int]  # of use, by tier
+    declined_blocks: int = 0  # found, and computed again because that is quicker
+    load_s: float = 0.0  # reading
+    saved_s: float = 0.0  # computing that reading has spared
+    write_s: float = 0.0
+
+
+class Tiers:
+    """The tiers below one pool, the fastest first. `facts` prices what is computed again."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        facts: PoolFacts,
+        *,
+        chunk: int = 1,
+        store: TierStore = TierStore.written,
+        load: TierLoad = TierLoad.always,
+        overlaps: bool = False,
+    ) -> None:
+        if chunk < 1 or (chunk > 1 and store is TierStore.evicted):
+            raise CoreError(
+                f"chunks of {chunk} blocks: must be 1 or more, and 1 where evicted blocks are stored"
+            )
+        self.tiers, self.chunk, self.overlaps = tiers, chunk, overlaps
+        self.counts = TierCounts([0] * len(tiers))
+        self._facts, self._store, self._load = facts, store, load
+        self._loaded, self._load_s = 0, 0.0
+
+    def _units(self, keys: Sequence[BlockHash], first: int = 0) -> Sequence[BlockHash]:
+        """The keys of the whole units of a prefix, from unit number `first` on."""
+        return keys[(first + 1) * self.chunk - 1 :: self.chunk]
+
+    def find(self, hashes: Sequence[BlockHash], hits: list[int], asked: int) -> TierHit:
+        """The longest prefix of at most `asked` blocks of which the pool has `hits`. Changes nothing."""
+        place, parts = len(hits), list[Part]()
+        while place < asked:
+            number = place // self.chunk
+            end = (number + 1) * self.chunk
+            if end > len(hashes):
+                break
+            key = hashes[end - 1]
+            tier = next((index for index, each in enumerate(self.tiers) if key in each), None)
+            if tier is None:
+                break
+            blocks = min(end, asked) - place
+            if parts and parts[-1].tier == tier:
+                parts[-1] = Part(tier, parts[-1].blocks + blocks, [*parts[-1].keys, key])
+            else:
+                parts.append(Part(tier, blocks, [key]))
+            place += blocks
+        if self._load is TierLoad.cheaper:
+            parts = self._worth(len(hits), parts)
+        return TierHit(hits, parts, self._units(hashes[: len(hits) + sum(part.blocks for part in parts)]))
+
+    def _worth(self, hits: int, parts: list[Part]) -> list[Part]:
+        """The leading parts whose reading saves most beside computing them."""
+        saved = [0.0]
+        for count in range(1, len(parts) + 1):
+            blocks = sum(part.blocks for part in parts[:count])
+            saved.append(self._computing_s(hits, blocks) - sum(map(self._reading_s, parts[:count])))
+        return parts[: saved.index(max(saved))]
+
+    def _computing_s(self, hits: int, blocks: int) -> float:
+        size, seconds = self._facts.block_size, self._facts.seconds
+        return seconds((hits + blocks) * size) - seconds(hits * size)
+
+    def _reading_s(self, part: Part) -> float:
+        spec = self.tiers[part.tier].spec
+        return len(part.keys) * (spec.latency_s + self.chunk * spec.read_s)
+
+    def load(self, hit: TierHit, request: Request) -> None:
+        """Read what `hit` found in tiers, for a request that is admitted."""
+        for part in hit.parts:
+            self.tiers[part.tier].read += len(part.keys)
+            self.counts.hit_blocks[part.tier] += part.blocks
+            self._load_s += self._reading_s(part)
+        self._loaded += hit.loaded
+        if hit.parts:
+            self.counts.saved_s += self._computing_s(len(hit.pool), hit.loaded)
+        for tier in self.tiers:
+            tier.touch(hit.touched, request)
+
+    def released(self, hashes: Sequence[BlockHash], request: Request) -> None:
+        """A table with these leading cached blocks is about to be released."""
+        if self._store is TierStore.written:
+            self._write(self._units(hashes), request)
+
+    def spilled(self, hashes: Sequence[BlockHash]) -> None:
+        """The pool evicts blocks, in this order."""
+        if self._store is TierStore.evicted:
+            self._write(hashes[::-1], None)
+
+    def _write(self, keys: Sequence[BlockHash], request: Request | None) -> None:
+        """Store units in the first tier, and in each next one what the one before it has evicted."""
+        for tier in self.tiers:
+            if not keys:
+                return
+            before = tier.written
+            keys = tier.store(keys, request)[::-1]
+            units = tier.written - before
+            self.counts.write_s += units * (tier.spec.latency_s + self.chunk * tier.spec.write_s)
+
+    def drain_loads(self) -> Loads:
+        """What was read since the last call, for the step that is being planned."""
+        loads = Loads(self._loaded, self._load_s, self.overlaps)
+        self.counts.load_s += loads.seconds
+        self._loaded, self._load_s = 0, 0.0
+        return loads
+
+    def check(self) -> None:
+        """Verify every tier. Raises InvariantError."""
+        for tier, hits in zip(self.tiers, self.counts.hit_blocks, strict=True):
+            tier.check()
+            if hits > tier.read * self.chunk:
+                raise InvariantError(
+                    f"tier {tier.spec.name}: {hits} blocks were hit, {tier.read} units of {self.chunk} blocks read"
+                )
+
+
+class SpillingQueue(EvictionPolicy):
+    """A pool's policy of eviction, which tells tiers what leaves the pool."""
+
+    def __init__(self, policy: EvictionPolicy, tiers: Tiers) -> None:
+        self.facts, self.reads_clock = policy.facts, policy.reads_clock
+        self._policy, self._tiers = policy, tiers
+        self.push, self.reuse, self.forget, self.blocks = (  # type: ignore[method-assign]
+            *(policy.push, policy.reuse, policy.forget, policy.blocks),
+        )
+
+    def __len__(self) -> int:
+        return len(self._policy)
+
+    def pop(self, count: int) -> list[int]:
+        """Evict, and tell."""
+        victims = self._policy.pop(count)
+        found = map(self.facts.hash_of, victims)
+        self._tiers.spilled([known for known in found if known is not None])
+        return victims

@@ -1,0 +1,302 @@
+"""Tiers below the pool: beside an LRU of several levels, on random walks, with bugs planted in both."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tiers import tier as by_tier
+from two_levels import TwoLevels
+
+from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
+from engine.core.errors import CoreError, InvariantError
+from engine.core.memory.eviction import LruQueue, Released
+from engine.core.memory.eviction_rules import new_policy
+from engine.core.memory.tiers import Tier, TierHit, Tiers, TierSpec
+from engine.core.options import Eviction, TierLoad, TierStore
+
+SIZE = 4
+Asked = tuple[list[tuple[int | None, int]], int]  # segments, output tokens
+
+
+def tiered(
+    blocks: int, counts: Sequence[int], size: int = SIZE, rule: Eviction = Eviction.lru, **how: Any
+) -> Scheduler:
+    policy = new_policy(rule, ttl_s=5e-9, pinned=2)
+    policy.facts.block_size = size
+    names = ("host", "disk")[: len(counts)]
+    specs = [TierSpec(name, count, 1e-3, 2e-3, 1e-4) for name, count in zip(names, counts, strict=True)]
+    below = Tiers([Tier(spec, new_policy(rule, ttl_s=5e-9, pinned=2)) for spec in specs], policy.facts, **how)
+    manager = PagedManager(blocks, size, eviction=policy, tiers=below)
+    return Scheduler(manager, SchedulerLimits(1 << 20, 8))
+
+
+def below(scheduler: Scheduler) -> Tiers:
+    assert isinstance(scheduler.manager, PagedManager)
+    assert scheduler.manager.tiers is not None
+    return scheduler.manager.tiers
+
+
+def submit(scheduler: Scheduler, rid: int, asked: Asked) -> Request:
+    segments, output = asked
+    total = sum(tokens for _, tokens in segments)
+    request = Request(rid, total, output, identity=KeyIdentity(rid, segments), session=str(segments[0][0]))
+    scheduler.submit(request)
+    return request
+
+
+def run(scheduler: Scheduler) -> tuple[int, float]:
+    """Blocks that were found, and seconds of loading, until all is done."""
+    found, load_s = 0, 0.0
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        found, load_s = found + plan.hit_tokens, load_s + plan.loads.seconds
+        scheduler.commit(plan, StepResult())
+    return found // scheduler.manager.block_size, load_s
+
+
+def chats(draw: random.Random, count: int) -> list[Asked]:
+    """Turns of a few conversations that begin alike; some have a tail of their own."""
+    turns = [0] * 6
+    asked: list[Asked] = []
+    for _ in range(count):
+        chat = draw.randrange(6)
+        turns[chat] = 0 if turns[chat] > 7 or draw.random() < 0.1 else turns[chat] + 1
+        segments: list[tuple[int | None, int]] = [(1, 2 * SIZE)]
+        segments += [(10 * (chat + 1) + turn, draw.choice([SIZE, 6])) for turn in range(turns[chat])]
+        if draw.random() < 0.5:
+            segments.append((None, draw.randint(1, 9)))
+        asked.append((segments, draw.randint(1, 9)))
+    return asked
+
+
+def compare(
+    requests: Sequence[Asked], blocks: int, counts: Sequence[int], size: int, store: TierStore
+) -> list[int]:
+    """Hits by level of all requests together, equal for each of them."""
+    scheduler = tiered(blocks, counts, size, store=store)
+    model = TwoLevels(blocks, size, counts, written=store is TierStore.written)
+    totals = [0] * (1 + len(counts))
+    for rid, asked in enumerate(requests):
+        before = list(below(scheduler).counts.hit_blocks)
+        request = submit(scheduler, rid, asked)
+        found, _ = run(scheduler)
+        lower = [now - then for now, then in zip(below(scheduler).counts.hit_blocks, before, strict=True)]
+        assert request.identity is not None
+        keys = request.identity.prompt_hashes(size)
+        expected = model.request(rid, keys, request.prompt_tokens, request.output_tokens)
+        assert (found - sum(lower), *lower) == expected, rid
+        totals = [one + more for one, more in zip(totals, expected, strict=True)]
+        scheduler.manager.check()
+    assert [each.written for each in below(scheduler).tiers] == [level.written for level in model.levels]
+    return totals
+
+
+@pytest.mark.parametrize("store", list(TierStore))
+@pytest.mark.parametrize("counts", [(34,), (34, 60)])
+@pytest.mark.parametrize("seed", range(by_tier(2, 30)))
+def test_hits_by_tier_are_those_of_an_lru_of_several_levels(
+    store: TierStore, counts: tuple[int, ...], seed: int
+) -> None:
+    totals = compare(chats(random.Random(seed), 120), 26, counts, SIZE, store)
+    assert all(totals)
+
+
+def walk(seed: int, store: TierStore, rule: Eviction = Eviction.lru, chunk: int = 1) -> Scheduler:
+    """Requests that overlap and preempt one another; every counter is compared with a recount after each step."""
+    draw = random.Random(seed)
+    scheduler = tiered(22, (8 // chunk + 3, 30 // chunk), rule=rule, store=store, chunk=chunk)
+    found = [0, 0]
+    for rid, asked in enumerate(chats(draw, 60)):
+        submit(scheduler, rid, asked)
+        for _ in range(draw.randint(0, 9)):
+            if scheduler.has_work:
+                plan = scheduler.schedule()
+                found[0] += plan.hit_tokens // SIZE
+                found[1] += plan.loads.blocks
+                assert (plan.loads.seconds > 0) == (plan.loads.blocks > 0)
+                scheduler.commit(plan, StepResult())
+                scheduler.manager.check()
+    more, _ = run(scheduler)
+    scheduler.manager.check()
+    tiers = below(scheduler)
+    read_s = sum(each.read * (1e-4 + chunk * 1e-3) for each in tiers.tiers)
+    write_s = sum(each.written * (1e-4 + chunk * 2e-3) for each in tiers.tiers)
+    assert tiers.counts.load_s == pytest.approx(read_s)
+    assert tiers.counts.write_s == pytest.approx(write_s)
+    assert 0 < sum(tiers.counts.hit_blocks) <= found[0] + more
+    return scheduler
+
+
+@pytest.mark.parametrize("store", list(TierStore))
+@pytest.mark.parametrize("rule", list(Eviction))
+@pytest.mark.parametrize("seed", range(by_tier(1, 20)))
+def test_random_walks_leave_every_counter_right(store: TierStore, rule: Eviction, seed: int) -> None:
+    walk(seed, store, rule)
+
+
+def test_chunks_are_found_and_read_as_a_whole() -> None:
+    scheduler = tiered(8, (10,), chunk=3)
+    submit(scheduler, 0, ([(1, 7 * SIZE)], 1))  # two chunks of three blocks, and one block more
+    run(scheduler)
+    submit(scheduler, 1, ([(None, 8 * SIZE)], 1))  # takes the whole pool
+    run(scheduler)
+    submit(scheduler, 2, ([(1, 6 * SIZE)], 1))  # its last block is computed
+    found, load_s = run(scheduler)
+    assert (found, below(scheduler).tiers[0].read) == (5, 2)
+    assert load_s == pytest.approx(2 * (1e-4 + 3e-3))
+    walk(3, TierStore.written, chunk=2)
+
+
+@pytest.mark.parametrize(("token_s", "loaded"), [(1e-3, 6), (1e-5, 0)])
+def test_blocks_that_are_quicker_computed_are_not_loaded(token_s: float, loaded: int) -> None:
+    scheduler = tiered(7, (20,), load=TierLoad.cheaper)
+    below(scheduler)._facts.token_s = token_s
+    for rid, key in enumerate((1, 2, 1)):
+        submit(scheduler, rid, ([(key, 7 * SIZE)], 1))
+        found, _ = run(scheduler)
+    assert found == below(scheduler).counts.hit_blocks[0] == loaded
+
+
+def test_chunks_beside_evicted_blocks_are_refused() -> None:
+    with pytest.raises(CoreError, match="chunks of 2 blocks"):
+        tiered(8, (4,), chunk=2, store=TierStore.evicted)
+
+
+# -- planted bugs --------------------------------------------------------------------------------------------------
+
+
+def lose_what_is_written(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda tier, keys, request: real(tier, keys[:-1], request)
+
+
+def keep_what_is_evicted(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    def evict(tier: Tier, count: int) -> list[Any]:
+        before = dict(tier._slot)
+        lost = real(tier, count)
+        tier._slot.update({key: before[key] for key in lost[:1]})
+        return lost
+
+    return evict
+
+
+def never_evict(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    return lambda tier, count: []
+
+
+def uncounted(real: Callable[..., int]) -> Callable[..., int]:
+    def enter(tier: Tier, key: Any) -> int:
+        slot = real(tier, key)
+        tier.written -= 1
+        return slot
+
+    return enter
+
+
+def nothing_touched(tier: Tier, keys: Any, request: Any) -> None:
+    """What is read is not of use again."""
+
+
+def head_first(queue: LruQueue, blocks: Sequence[int], table: Released) -> None:
+    queue.add(blocks[::-1])
+
+
+def found_one_more(real: Callable[..., TierHit]) -> Callable[..., TierHit]:
+    def find(tiers: Tiers, hashes: Any, hits: list[int], asked: int) -> TierHit:
+        hit = real(tiers, hashes, hits, asked)
+        if hit.parts and len(hit) < min(asked, len(hashes)):
+            last = hit.parts[-1]
+            return TierHit(hits, [*hit.parts[:-1], last._replace(blocks=last.blocks + 1)], hit.touched)
+        return hit
+
+    return find
+
+
+def disk_first(real: Callable[..., TierHit]) -> Callable[..., TierHit]:
+    def find(tiers: Tiers, hashes: Any, hits: list[int], asked: int) -> TierHit:
+        hit = real(tiers, hashes, hits, asked)
+        last = len(tiers.tiers) - 1
+        return TierHit(hits, [part._replace(tier=last) for part in hit.parts], hit.touched)
+
+    return find
+
+
+def read_for_nothing(real: Callable[..., None]) -> Callable[..., None]:
+    def load(tiers: Tiers, hit: TierHit, request: Request) -> None:
+        real(tiers, hit, request)
+        for part in hit.parts:
+            tiers.tiers[part.tier].read -= len(part.keys)
+
+    return load
+
+
+def time_forgotten(real: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda tiers: real(tiers)._replace(seconds=0.0)
+
+
+def spill_nothing(tiers: Tiers, hashes: Any) -> None:
+    """What the pool evicts is lost."""
+
+
+def disk_gets_nothing(tiers: Tiers, keys: Any, request: Any) -> None:
+    tiers.tiers[0].store(keys, request)
+
+
+def not_found_again(real: Callable[..., None]) -> Callable[..., None]:
+    def opened(manager: PagedManager, group: Any, root: Any, hit: TierHit) -> None:
+        real(manager, group, root, hit)
+        manager.pool.uncache(root.table[len(hit.pool) :])
+
+    return opened
+
+
+def unwritten(real: Callable[..., None]) -> Callable[..., None]:
+    def opened(manager: PagedManager, group: Any, root: Any, hit: TierHit) -> None:
+        real(manager, group, root, hit)
+        manager.tables.counters.written -= hit.loaded * manager.block_size
+
+    return opened
+
+
+def one_key_for_a_tier(real: Callable[..., None]) -> Callable[..., None]:
+    def write(tiers: Tiers, keys: Sequence[Any], request: Any) -> None:
+        real(tiers, [keys[0]] * len(keys) if keys else keys, request)
+
+    return write
+
+
+BUGS: dict[str, tuple[Any, str, Any]] = {
+    "the last block of a table is not stored": (Tier, "store", lose_what_is_written(Tier.store)),
+    "an evicted unit is still found": (Tier, "_evict", keep_what_is_evicted(Tier._evict)),
+    "a tier holds more than its size": (Tier, "_evict", never_evict(Tier._evict)),
+    "a written unit is not counted": (Tier, "_enter", uncounted(Tier._enter)),
+    "what is read is evicted as if it were not": (Tier, "touch", nothing_touched),
+    "the head of a table is evicted first": (LruQueue, "push", head_first),
+    "a hit goes one block too far": (Tiers, "find", found_one_more(Tiers.find)),
+    "the slowest tier is read": (Tiers, "find", disk_first(Tiers.find)),
+    "a hit reads no bytes": (Tiers, "load", read_for_nothing(Tiers.load)),
+    "reading takes no time": (Tiers, "drain_loads", time_forgotten(Tiers.drain_loads)),
+    "what the pool evicts is lost": (Tiers, "spilled", spill_nothing),
+    "the disk gets nothing": (Tiers, "_write", disk_gets_nothing),
+    "what is loaded leaves the cache": (
+        PagedManager,
+        "_open_loaded",
+        not_found_again(PagedManager._open_loaded),
+    ),
+    "loaded slots are not counted": (PagedManager, "_open_loaded", unwritten(PagedManager._open_loaded)),
+    "units are stored under another's key": (Tiers, "_write", one_key_for_a_tier(Tiers._write)),
+}
+
+
+def look_everywhere() -> None:
+    for store in TierStore:
+        compare(chats(random.Random(1), 60), 26, (20, 60), SIZE, store)
+        walk(1, store)
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_planted_bug_is_noticed(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name, wrong = BUGS[bug]
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises((AssertionError, InvariantError, CoreError, KeyError, IndexError)):
+        look_everywhere()
