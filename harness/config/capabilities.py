@@ -325,6 +325,14 @@ TABLE: tuple[Capability, ...] = (
         {Way.groups: "pages of its pools differ; use cache.pool_tokens"},
     ),
     Capability(
+        "cache.tier_tokens",
+        lambda a: a.cache.tier_tokens or None,
+        {Way.measured: "the engine has no tier below the pool of its prefix cache",
+         Way.groups: "tiers hold blocks of one block table", Way.replicas: _KEPT,
+         Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
+         Way.client: _UNKNOWN},
+    ),
+    Capability(
         "cache.answers",
         lambda a: a.cache.answers or None,
         {Way.measured: _ALONE, Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,

@@ -16,6 +16,7 @@ from engine.core.options import (
     Sharing,
     SpeculationMode,
     StateMode,
+    TierStore,
 )
 from engine.runtime.models.spec import STATE_FAMILIES
 from engine.runtime.options import Backend, KVDtype
@@ -76,6 +77,22 @@ def check_settings(config: RunConfig) -> list[ConfigError]:
 
 def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
     """Rules of eviction that exclude one another."""
+    cache = config.cache
+    if cache.tier_tokens and config.replay.optimum:
+        yield ConfigError(
+            "replay.optimum", "found true, but not with cache.tier_tokens: it bounds the hits of one pool"
+        )
+    if cache.tier_chunk is not None and cache.tier_chunk % cache.block_size:
+        reason = f"found {cache.tier_chunk}, must be a multiple of cache.block_size={cache.block_size}"
+        yield ConfigError("cache.tier_chunk", reason)
+    if cache.tier_chunk not in (None, cache.block_size) and cache.tier_store is TierStore.evicted:
+        reason = f"found {cache.tier_chunk} beside tier_store=evicted: the pool evicts single blocks"
+        yield ConfigError("cache.tier_chunk", reason)
+    for key in ("tier_tokens", "disk_tokens"):
+        if 0 < getattr(cache, key) < (cache.tier_chunk or cache.block_size):
+            yield ConfigError(
+                f"cache.{key}", f"found {getattr(cache, key)}, must hold a block (or cache.tier_chunk)"
+            )
     if config.replay.optimum and config.scheduler.order is not None:
         reason = "found true, but not with scheduler.order: ties of its order are not known"
         yield ConfigError("replay.optimum", reason)

@@ -99,6 +99,18 @@ def normalise(config: RunConfig) -> RunConfig:
             state_every=None,
         )
     if not cache.prefix_caching:
+        cache = with_values(cache, tier_tokens=0)
+    if not cache.tier_tokens:
+        cache = with_values(
+            cache,
+            disk_tokens=0,
+            tier_store=plain.tier_store,
+            tier_chunk=None,
+            tier_eviction=plain.tier_eviction,
+            tier_load=plain.tier_load,
+            tier_overlap=False,
+        )
+    if not cache.prefix_caching:
         cache = with_values(cache, eviction=plain.eviction, answers=False)
     if cache.eviction != Eviction.ttl:
         cache = with_values(cache, ttl_s=plain.ttl_s)

@@ -10,6 +10,7 @@ from enum import StrEnum
 from engine.core.options import (
     CachePolicy,
     Decoding,
+    Eviction,
     GroupPages,
     HashAlgorithm,
     Placement,
@@ -18,6 +19,8 @@ from engine.core.options import (
     Sharing,
     SpeculationMode,
     StateMode,
+    TierLoad,
+    TierStore,
     WindowHits,
 )
 from engine.runtime.options import Audit, Backend, Dtype, KVDtype
@@ -242,6 +245,15 @@ class CacheConfig:
     )
     ttl_s: float = 60.0  # eviction=ttl: how long what a session has released is kept, s
     pinned_tokens: int = 1024  # eviction=pinned: leading tokens of every prompt that are evicted last
+    tier_tokens: int = (
+        0  # KV slots of host memory below the pool, a second tier of the prefix cache; predicted alone
+    )
+    disk_tokens: int = 0  # of a disk below that
+    tier_store: TierStore = TierStore.written  # when they are filled
+    tier_chunk: int | None = None  # tokens that are stored, found and read as a whole; null: a block
+    tier_eviction: Eviction = Eviction.lru  # their rule, as of cache.eviction
+    tier_load: TierLoad = TierLoad.always  # or where reading takes less time than computing
+    tier_overlap: bool = False  # read while the step computes, not before it
     answers: bool = False  # later prompts find the answers that the trace names (output_key); predicted alone
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
@@ -375,6 +387,11 @@ class DeviceConfig:
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
+    disk_read_gbs: float = (
+        5.0  # 10^9 bytes/s from the disk of cache.disk_tokens, beside the link to the device
+    )
+    disk_write_gbs: float = 2.0
+    disk_latency_us: float = 100.0  # of one block or chunk
     # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
     frontend_request_us: float = 0.0
     frontend_token_us: float = 0.0

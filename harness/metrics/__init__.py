@@ -153,6 +153,30 @@ _OPTIMUM = (
            "bound on the hit tokens / prompt tokens of the requests that were scheduled"),
 )  # fmt: skip
 
+_TIERS = (
+    *(
+        metric
+        for tier in ("host", "disk")
+        for metric in (
+            Metric(f"{tier}_hit_tokens", f"hit tokens, {tier} tier", "tokens",
+                   f"tokens of hits, after preemptions too, that were loaded from the {tier} tier; part of all hits",
+                   "higher"),
+            Metric(f"{tier}_read_bytes", f"bytes read, {tier} tier", "bytes",
+                   f"bytes of the blocks or chunks that were read from the {tier} tier"),
+            Metric(f"{tier}_written_bytes", f"bytes written, {tier} tier", "bytes",
+                   f"bytes of the blocks or chunks that were written to the {tier} tier"),
+        )
+    ),
+    Metric("tier_load_s", "seconds of loading", "s",
+           "seconds that reading from tiers took, before or beside the steps that admitted the requests", "lower"),
+    Metric("tier_saved_s", "seconds of computing spared", "s",
+           "seconds that the device's arithmetic would have taken to compute what was loaded; less the seconds of "
+           "loading it is what the tiers gain", "higher"),
+    Metric("tier_write_s", "seconds of writing", "s",
+           "seconds that writing to tiers took; it has a direction of its own, so no step waits for it. More than the "
+           "span: the link does not keep up", "lower"),
+)  # fmt: skip
+
 _COUNTS = (
     Metric("finished", "finished requests", "requests", "requests that generated all their tokens", "higher",
            total="finished"),
@@ -200,6 +224,7 @@ METRICS: Mapping[str, Metric] = {
         *_waste_shares(),
         *_CACHE,
         *_OPTIMUM,
+        *_TIERS,
         *_COUNTS,
         *_TIME,
     )

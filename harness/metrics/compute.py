@@ -272,6 +272,7 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     if log.optimal_hit_tokens is not None:
         found["optimal_hit_tokens"] = log.optimal_hit_tokens
         found |= dict(_ratio("optimal_hit_ratio", log.optimal_hit_tokens, totals["prompt_scheduled"]))
+    found |= log.tiers or {}
     if log.waste is None:
         return found
     seconds, waste = log.steps["seconds"], log.waste

@@ -134,7 +134,7 @@ class RunLog:
     steps are those of all of them, and slots and `capacity_slots` those of the replica that ran the step. `waste` is
     kept where layers are in groups: int64 bytes of each step in each of `WASTE_COLUMNS`, and in `group_0` and following
     what each group has in use. `optimal_hit_tokens` are the most that any order of eviction could have found, where
-    they were asked for.
+    they were asked for. `tiers` are the metrics of tiers below the pool, where there are any.
 
     Raises `RunLogError` where a column is missing or columns differ in length.
     """
@@ -153,6 +153,7 @@ class RunLog:
     replicas: int = 1
     waste: Mapping[str, Column] | None = None
     optimal_hit_tokens: int | None = None
+    tiers: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
         _check_columns("steps", self.steps, STEP_COLUMNS)

@@ -253,14 +253,17 @@ class RunFold:
         capacity_slots: int,
         kv_bytes_per_token: int,
         waste: Mapping[str, float] = MappingProxyType({}),
+        tiers: Mapping[str, float] = MappingProxyType({}),
     ) -> Prediction:
         """Metrics as `compute_metrics` gives them for a log; quantiles are right within 0.1 %.
 
-        `waste` are bytes times seconds of all steps by cause, where layers are in groups.
+        `waste` are bytes times seconds of all steps by cause, where layers are in groups. `tiers` are metrics.
         """
         running, sizes = self._running, (capacity_slots, kv_bytes_per_token)
         return Prediction(
-            metrics_of_totals(running.totals, running.samples, self._span_s, *sizes) | waste_shares(waste),
+            metrics_of_totals(running.totals, running.samples, self._span_s, *sizes)
+            | waste_shares(waste)
+            | dict(tiers),
             {outcome.name.lower(): count for outcome, count in self._outcome.items()},
             self._extrapolated.section(),
             running.totals,

@@ -19,6 +19,7 @@ from engine.core.memory.block_pool import (
 )
 from engine.core.memory.group_pages import GroupAccount, GroupWaste
 from engine.core.memory.paged import PagedManager
+from engine.core.memory.tiers import Tiers
 from engine.core.plan import StepPlan
 from harness.metrics.log import LOOKUP_COLUMNS, RESIDENCY_COLUMNS, WASTE_COLUMNS, Column
 from harness.replay.arrivals import NS_PER_S
@@ -128,6 +129,36 @@ class Residencies(MemoryObserver):
             for one in self._sampler.drain()
         ]
         return _table(rows, RESIDENCY_COLUMNS, np.float64)
+
+
+class TierUse(MemoryObserver):
+    """What tiers below the pool did: metrics by their names."""
+
+    field = "tiers"
+
+    def __init__(self, tiers: Tiers, block_size: int, kv_bytes_per_token: int) -> None:
+        self._tiers, self._size, self._bytes = tiers, block_size, block_size * kv_bytes_per_token
+
+    def value(self) -> dict[str, float]:
+        """The metrics."""
+        counts, unit = self._tiers.counts, self._tiers.chunk * self._bytes
+        found: dict[str, float] = {
+            "tier_load_s": counts.load_s,
+            "tier_saved_s": counts.saved_s,
+            "tier_write_s": counts.write_s,
+        }
+        for tier, hits in zip(self._tiers.tiers, counts.hit_blocks, strict=True):
+            name = tier.spec.name
+            found[f"{name}_hit_tokens"] = hits * self._size
+            found[f"{name}_read_bytes"], found[f"{name}_written_bytes"] = (
+                tier.read * unit,
+                tier.written * unit,
+            )
+        return found
+
+    def summed(self) -> "TierUse":
+        """Counts take no memory."""
+        return self
 
 
 class Wastes(MemoryObserver):

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 EXPLORED = ("request_throughput", "output_throughput", "generated_throughput", "norm_latency_mean",
             "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "e2e_mean", "queue_mean", "utilisation",
             "internal_share", "external_share", "free_share", "sharing_saving", "tail_waste", "peak_kv",
-            "hit_ratio", "copies_per_token", "recomputed_tokens", "preemptions", "running_mean",
-            "waiting_mean", "steps", "busy_share", "attention_per_decode_step",
-            "kv_read_per_decode_step")  # fmt: skip
+            "hit_ratio", "host_hit_tokens", "disk_hit_tokens", "tier_load_s", "tier_saved_s", "copies_per_token",
+            "recomputed_tokens", "preemptions", "running_mean", "waiting_mean", "steps", "busy_share",
+            "attention_per_decode_step", "kv_read_per_decode_step")  # fmt: skip
 _DRAWN_SIDES: tuple[Side, ...] = ("simulated", "measured", "low", "high")
 _DIGITS = 5
 

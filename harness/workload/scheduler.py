@@ -6,6 +6,7 @@ This is the one place where a deployment becomes a core, so both sides get the s
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from engine.core.memory.eviction import EvictionPolicy
 from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager
+from engine.core.memory.tiers import Tier, Tiers, TierSpec
 from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
 from harness.config.schema import ReplayConfig, SchedulerConfig
-from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, Wastes
+from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, TierUse, Wastes
 from harness.workload.deployment import Deployment
 
 _METHODS = {
@@ -71,6 +73,8 @@ def observed_scheduler(
         reservation = pool.policy.reservation
         contiguous = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
         return Scheduler(contiguous, limits, policies), kept
+    eviction = eviction_policy(deployment, clock) if eviction is None else eviction
+    tiers = _tiers(deployment, eviction)
     sampler = None if keep.residency is None else ResidencySampler(keep.residency, clock=clock)
     paged = PagedManager(
         pool.num_blocks,
@@ -81,11 +85,14 @@ def observed_scheduler(
         copy_at_fork=cache.copy_at_fork,
         keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
         host_blocks=cache.host_tokens // pool.block_size,
-        eviction=eviction_policy(deployment, clock) if eviction is None else eviction,
+        eviction=eviction,
         keep_events=keep.kv_events,
         keep_lookups=keep.lookups,
         residency=sampler,
+        tiers=tiers,
     )
+    if tiers is not None:
+        kept.append(TierUse(tiers, pool.block_size, pool.kv_bytes_per_token))
     if keep.kv_events:
         kept.append(KvEvents(paged))
     if keep.lookups:
@@ -96,7 +103,8 @@ def observed_scheduler(
 
 
 def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0) -> EvictionPolicy:
-    """A new policy of eviction; `clock` gives the time in ns. It prices what is lost at the peak of the device.
+    """A new policy of eviction; `clock` gives the time in ns. It prices what is lost by the
+    device's arithmetic alone.
 
     Raises:
         ConfigError: a class of the user cannot be imported or made, or lacks a method.
@@ -109,9 +117,52 @@ def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0
         policy = _user_policy("cache.eviction", cache.eviction)
     flops = device.flops * device.parallel
     policy.facts.clock = clock
-    policy.facts.token_s = 2 * model.token_weights / flops
-    policy.facts.pair_s = model.prompt_pair_flops / flops
+    policy.facts.token_s = 2 * model.token_weights / (flops * device.compute_efficiency)
+    pairs = model.prompt_pair_flops * model.attention_layers
+    policy.facts.pair_s = pairs / (flops * device.attention_efficiency)
     return policy
+
+
+def reads_clock(deployment: Deployment) -> bool:
+    """Whether a rule of eviction depends on the time, so that each step must be replayed as one."""
+    cache = deployment.cache
+    below = cache.tier_tokens > 0 and new_policy(cache.tier_eviction).reads_clock
+    return below or eviction_policy(deployment).reads_clock
+
+
+def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
+    """The tiers below the pool, None where it has none; `policy` is that of the pool.
+
+    A device reads its share over its own link, in 2 x layers transfers for each block or chunk, as it swaps blocks.
+    What the disk has passes the host.
+    """
+    cache, size = deployment.cache, deployment.pool.block_size
+    if not cache.tier_tokens:
+        return None
+    device, shape, model = deployment.device, deployment.hardware, deployment.shape
+    whole = size * deployment.pool.kv_bytes_per_token
+    link_s = whole * model.kv_share(shape.parallel) / shape.host_bandwidth
+    latency_s = 2 * model.attention_layers * shape.host_latency_s
+    chunk = (cache.tier_chunk or size) // size
+    read_s, write_s = (whole / (rate * 1e9) for rate in (device.disk_read_gbs, device.disk_write_gbs))
+    specs = [TierSpec("host", cache.tier_tokens // (size * chunk), link_s, link_s, latency_s)]
+    if cache.disk_tokens:
+        late_s = latency_s + device.disk_latency_us * 1e-6
+        specs.append(TierSpec("disk", cache.disk_tokens // (size * chunk), link_s + read_s, write_s, late_s))
+    made = []
+    for spec in specs:
+        rule = new_policy(
+            cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // (size * chunk)
+        )
+        rule.facts = replace(policy.facts, block_size=size * chunk)
+        made.append(Tier(spec, rule))
+    return Tiers(
+        *(made, policy.facts),
+        chunk=chunk,
+        store=cache.tier_store,
+        load=cache.tier_load,
+        overlaps=cache.tier_overlap,
+    )
 
 
 def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:

@@ -65,7 +65,7 @@ class PagedManager:
         if block_size < 1:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
         if tiers is not None:
-            eviction = SpillingQueue(eviction or LruQueue(), tiers)
+            eviction = SpillingQueue(LruQueue() if eviction is None else eviction, tiers)
         new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)

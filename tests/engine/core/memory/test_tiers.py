@@ -23,7 +23,6 @@ def tiered(
     blocks: int, counts: Sequence[int], size: int = SIZE, rule: Eviction = Eviction.lru, **how: Any
 ) -> Scheduler:
     policy = new_policy(rule, ttl_s=5e-9, pinned=2)
-    policy.facts.block_size = size
     names = ("host", "disk")[: len(counts)]
     specs = [TierSpec(name, count, 1e-3, 2e-3, 1e-4) for name, count in zip(names, counts, strict=True)]
     below = Tiers([Tier(spec, new_policy(rule, ttl_s=5e-9, pinned=2)) for spec in specs], policy.facts, **how)

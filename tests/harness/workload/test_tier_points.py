@@ -1,0 +1,91 @@
+"""Points with tiers below the pool: what they gain and cost, whichever way they are replayed, and what is refused."""
+
+import pytest
+
+from harness.config.checks import check_config
+from harness.config.compose import compose_config
+from harness.config.overrides import parse_overrides
+from harness.config.schema import RunConfig
+from harness.metrics.compute import compute_metrics
+from harness.point.cost import cost_model
+from harness.workload.point import resolve
+from harness.workload.simulate import predict, simulate
+
+BASE = (
+    *(
+        "measure=false",
+        "model=llama3_8b",
+        "device=h100",
+        "cost.kind=roofline",
+        "trace=chat",
+        "workload=as_recorded",
+    ),
+    *(
+        "workload.num_requests=60",
+        "workload.prefix_share=0.6",
+        "cache.max_model_len=8192",
+        "cache.pool_tokens=9000",
+    ),
+)
+
+
+def config(*overrides: str) -> RunConfig:
+    return compose_config(axis.settings[0] for axis in parse_overrides((*BASE, *overrides)))
+
+
+def metrics(*overrides: str) -> dict[str, float]:
+    point = resolve(config(*overrides))
+    return compute_metrics(simulate(point, cost_model(point.deployment)))
+
+
+def test_a_tier_finds_what_the_pool_has_lost_and_its_seconds_are_counted() -> None:
+    without, host = metrics(), metrics("cache.tier_tokens=200000")
+    assert host["hit_tokens"] >= without["hit_tokens"] + host["host_hit_tokens"] / 2 > without["hit_tokens"]
+    assert host["ttft_p99"] <= without["ttft_p99"]
+    shape = resolve(config()).pool.kv_bytes_per_token
+    assert host["host_read_bytes"] == host["host_hit_tokens"] * shape
+    assert host["tier_saved_s"] > host["tier_load_s"] > 0
+
+
+def test_a_slow_link_makes_loading_worse_than_computing_unless_it_is_asked() -> None:
+    slow = ("cache.tier_tokens=200000", "device.host_link_gbs=0.2")
+    without, always, cheaper = metrics(), metrics(*slow), metrics(*slow, "cache.tier_load=cheaper")
+    assert always["ttft_p50"] > without["ttft_p50"]
+    assert always["tier_load_s"] > always["tier_saved_s"]
+    assert (cheaper["host_hit_tokens"], cheaper["ttft_p50"]) == (0, without["ttft_p50"])
+
+
+def test_reading_beside_a_step_delays_it_less_than_reading_before_it() -> None:
+    slow = ("cache.tier_tokens=200000", "device.host_link_gbs=2")
+    before, beside = metrics(*slow), metrics(*slow, "cache.tier_overlap=true")
+    assert beside["ttft_mean"] < before["ttft_mean"]
+
+
+@pytest.mark.parametrize("store", ["written", "evicted"])
+def test_no_fast_forward_and_no_rows_change_a_figure(store: str) -> None:
+    words = ("cache.tier_tokens=20000", "cache.disk_tokens=90000", f"cache.tier_store={store}")
+    point = resolve(config(*words))
+    cost = cost_model(point.deployment)
+    found = compute_metrics(simulate(point, cost))
+    assert found["disk_hit_tokens"] > 0
+    assert compute_metrics(simulate(point, cost, fast_forward=False)) == pytest.approx(found)
+    counts = predict(point, cost, rows=False).metrics
+    assert {
+        name: counts[name] for name in found if "host_" in name or "disk_" in name or "tier_" in name
+    } == {name: found[name] for name in found if "host_" in name or "disk_" in name or "tier_" in name}
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("cache.tier_tokens", ("cache.tier_tokens=8000", "measure=true")),
+        ("cache.tier_tokens", ("cache.tier_tokens=8000", "cache.groups=uniform")),
+        ("cache.tier_tokens", ("cache.tier_tokens=8000", "device.data_parallel=2")),
+        ("cache.tier_tokens", ("cache.tier_tokens=8",)),
+        ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=40")),
+        ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=64", "cache.tier_store=evicted")),
+        ("replay.optimum", ("cache.tier_tokens=8000", "replay.optimum=true")),
+    ],
+)
+def test_what_a_tier_does_not_go_with_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
+    assert any(str(error).startswith(f"{key}: ") for error in check_config(config(*overrides)))
