@@ -92,6 +92,7 @@ class GroupKind(StrEnum):
 
     full = "full"  # K and V of every token
     window = "window"  # K and V of the last tokens, as many as the window has
+    chunk = "chunk"  # K and V of the tokens in the chunk of fixed place that the next token is in (Llama 4)
     latent = "latent"  # one latent vector of every token (MLA)
     state = "state"  # a state of fixed size (recurrent layers, linear attention)
 

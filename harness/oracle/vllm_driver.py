@@ -72,10 +72,11 @@ def _use_platform() -> None:
 def _register_layers() -> None:
     """A model whose config.json lists its layers: vLLM's own attention layers, and states as its recurrent layers are.
 
-    `layers` has for each layer `full`, `window` or `state`, its bytes (of a token, or of the state), and the window.
+    `layers` has for each layer `full`, `window`, `chunk` or `state`, its bytes (of a token, or of the state), and the
+    window or the chunk of attention in tokens.
     """
     import torch
-    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.models import ModelRegistry
     from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
@@ -106,14 +107,14 @@ def _register_layers() -> None:
                     layer: Any = StateLayer(vllm_config, name, size)
                 else:
                     heads = size // 8  # K and V of one number each, in float32
-                    layer = Attention(
-                        heads,
-                        1,
-                        1.0,
+                    chunked = kind == "chunk"
+                    span = {"attention_chunk_size" if chunked else "per_layer_sliding_window": window}
+                    layer = (ChunkedLocalAttention if chunked else Attention)(
+                        *(heads, 1, 1.0),
                         num_kv_heads=heads,
                         cache_config=vllm_config.cache_config,
-                        per_layer_sliding_window=window,
                         prefix=name,
+                        **span,
                     )
                 self.add_module(str(place), layer)
 
@@ -153,6 +154,7 @@ def _model(layers: list[Any]) -> dict[str, Any]:
         "num_key_value_heads": heads,
         "num_hidden_layers": len(layers),
         "layers": layers,
+        "attention_chunk_size": next((window for kind, _, window in layers if kind == "chunk"), None),
     }
 
 
@@ -476,11 +478,13 @@ def _asked(config: Any, scheduler: Any) -> dict[str, Any]:
         "retention_interval": cache.prefix_cache_retention_interval,
         "mamba_cache_mode": cache.mamba_cache_mode,
         "match_unit": scheduler.block_size,
+        "prefix_match_unit": scheduler.hash_block_size,
         "groups": [
             {
                 "kind": type(group.kv_cache_spec).__name__,
                 "block_size": group.kv_cache_spec.block_size,
-                "window": getattr(group.kv_cache_spec, "sliding_window", None),
+                "window": getattr(group.kv_cache_spec, "attention_chunk_size", None)
+                or getattr(group.kv_cache_spec, "sliding_window", None),
                 "layers": len(group.layer_names),
                 "page_bytes": group.kv_cache_spec.page_size_bytes,
                 "inner_checkpoints": getattr(group.kv_cache_spec, "num_prefill_checkpoint_blocks", 0),

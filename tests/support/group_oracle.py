@@ -26,7 +26,7 @@ from harness.oracle.decisions import Step
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
-RECORDED = {"window": 30, "windows": 137, "no_full": 167, "states": 26, "states_and_windows": 52}
+RECORDED = {"window": 30, "windows": 137, "no_full": 167, "states": 26, "states_and_windows": 52, "chunked": 1034}
 """The seed of the recorded workload of each family."""
 COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 
@@ -62,7 +62,7 @@ class GroupCase:
         )
 
 
-FAMILIES = ("window", "windows", "no_full", "states", "states_and_windows")
+FAMILIES = ("window", "windows", "no_full", "states", "states_and_windows", "chunked")
 
 
 def _sets(draw: random.Random, family: str) -> list[LayerSet]:
@@ -82,6 +82,11 @@ def _sets(draw: random.Random, family: str) -> list[LayerSet]:
         sets.append(LayerSet(GroupKind.full, 2, 16))
     elif family == "no_full":
         sets = [LayerSet(GroupKind.window, 2, 16, span) for span in spans[: draw.choice([1, 2, 3])]]
+    elif family == "chunked":  # attention in chunks, as of Llama 4: one layer in four keeps every token
+        chunks, layers = draw.sample([32, 64, 96, 160], 2), draw.choice([(1, 1), (3, 1), (6, 2), (4, 3)])
+        sets = [LayerSet(GroupKind.chunk, layers[0], 16, chunks[0])]
+        sets += [LayerSet(GroupKind.full, layers[1], 16)] if draw.random() < 0.8 else []
+        sets += [LayerSet(GroupKind.chunk, 2, 16, chunks[1])] if draw.random() < 0.2 else []
     else:
         state = LayerSet(GroupKind.state, draw.choice([1, 3, 6]), draw.choice([64, 256, 1000, 2000]))
         sets = [state, LayerSet(GroupKind.full, draw.choice([1, 2]), 16)]
@@ -214,6 +219,7 @@ def begin(case: GroupCase, vllm: VllmProcess) -> Any:
 _KINDS = {
     "FullAttentionSpec": GroupKind.full,
     "SlidingWindowSpec": GroupKind.window,
+    "ChunkedLocalAttentionSpec": GroupKind.chunk,
     "MambaSpec": GroupKind.state,
 }
 

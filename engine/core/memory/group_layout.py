@@ -12,6 +12,7 @@ from math import gcd, lcm
 from engine.core.errors import CoreError
 from engine.core.options import GroupKind, GroupPages, StateMode, WindowHits
 
+_SPANS = (GroupKind.window, GroupKind.chunk)  # kinds that see so many tokens alone
 _ENDLESS = 1 << 30  # tokens of a block that never ends: one state serves a whole sequence
 _STATE_KEEPS = 2  # a state stands for all tokens before it: like a window that sees the token before alone
 _ALIGNED_TOKENS = (
@@ -23,8 +24,8 @@ _ALIGNED_TOKENS = (
 class LayerSet:
     """Layers of a model that keep the same of a sequence.
 
-    `layer_bytes` are those of a token in one layer; of a state, those of a sequence in one layer. `window`: tokens.
-    Raises CoreError if the values do not fit together.
+    `layer_bytes` are those of a token in one layer; of a state, those of a sequence in one layer. `window`: tokens, of
+    `chunk` those of a chunk. Raises CoreError if the values do not fit together.
     """
 
     kind: GroupKind
@@ -37,10 +38,17 @@ class LayerSet:
             raise CoreError(
                 f"{self.kind} layers: {self.layers} layers of {self.layer_bytes} bytes, both must be at least 1"
             )
-        if (self.kind is GroupKind.window) != (self.window is not None) or (self.window or 1) < 1:
+        if (self.kind in _SPANS) != (self.window is not None) or (self.window or 1) < 1:
             raise CoreError(
-                f"{self.kind} layers with window {self.window}: a window of at least 1 token, and for `window` alone"
+                f"{self.kind} layers with window {self.window}: a window of at least 1 token, and for `window` and "
+                "`chunk` alone"
             )
+
+    def seen(self, tokens: int) -> int:
+        """Of the first `tokens` tokens those that the last one sees."""
+        if self.kind is GroupKind.chunk:
+            return (tokens - 1) % (self.window or tokens) + 1
+        return min(tokens, self.window or tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +77,15 @@ class KVGroup:
 
     @property
     def keeps(self) -> int | None:
-        """The next token needs the last `keeps - 1` tokens before it; None: all of them."""
+        """The next token needs the last `keeps - 1` tokens before it; None: all of them, or those of its chunk."""
+        if self.kind is GroupKind.chunk:
+            return None
         return _STATE_KEEPS if self.kind is GroupKind.state else self.window
+
+    @property
+    def forgets(self) -> bool:
+        """Whether a sequence leaves blocks behind that no later token needs."""
+        return self.kind in (*_SPANS, GroupKind.state)
 
     @property
     def unit_bytes(self) -> int:
@@ -96,17 +111,31 @@ class KVGroup:
         """Entries of the block table for `tokens` tokens, those behind the window included."""
         return -(-tokens // self.block_size)
 
+    def unseen(self, computed: int) -> int:
+        """Leading tokens that no token after the first `computed` needs."""
+        if self.kind is GroupKind.chunk and self.window:
+            return computed // self.window * self.window
+        return 0 if self.keeps is None else max(0, computed - self.keeps + 1)
+
     def skipped(self, computed: int) -> int:
         """Leading blocks that no token after the first `computed` needs."""
-        keeps = self.keeps
-        return 0 if keeps is None or computed < keeps else (computed - keeps + 1) // self.block_size
+        return self.unseen(computed) // self.block_size
+
+    def leaves(self, block: int) -> int | None:
+        """After how many computed tokens no later one needs block number `block`; None: it is always needed."""
+        if self.kind is GroupKind.chunk and self.window:
+            return (block * self.block_size // self.window + 1) * self.window
+        return None if self.keeps is None else (block + 1) * self.block_size + self.keeps - 1
 
     def most_blocks(self, tokens: int, chunk: int) -> int:
         """The most pages that a sequence of `tokens` tokens holds at once, computed in chunks of at most `chunk`.
 
-        Source: `SlidingWindowSpec.max_admission_blocks_per_request` in vllm/v1/kv_cache_interface.py. One more than the
-        window and a chunk fill, because a window may begin inside a block.
+        Source: `max_admission_blocks_per_request` of `SlidingWindowSpec` and `ChunkedLocalAttentionSpec` in
+        vllm/v1/kv_cache_interface.py. One more than the window and a chunk fill, because a window may begin inside a
+        block; chunks of attention do not.
         """
+        if self.kind is GroupKind.chunk and self.window:
+            return min(self.blocks(tokens), self.blocks(self.window + chunk))
         if self.keeps is None:
             return self.blocks(tokens)
         if self.aligned:  # the state that a row begins with, and the one that it ends with
@@ -120,7 +149,7 @@ class KVGroup:
         )
 
     def hit_blocks(self, rule: WindowHits) -> int | None:
-        """Blocks that a prefix hit needs before its end; None: all of them."""
+        """Blocks that a prefix hit needs before its end; None: all of them, or all that its chunk has (`unseen`)."""
         if self.keeps is None or (rule is WindowHits.all and self.kind is GroupKind.window):
             return None
         return -(-(self.keeps - 1) // self.block_size)
@@ -132,10 +161,22 @@ class GroupLayout:
 
     `match_unit` is the length in tokens of which the end of every prefix hit is a multiple: the least common multiple
     of the block sizes. `slot_bytes` is the largest size of which pages, tokens and states are multiples.
+
+    Raises CoreError where chunks of attention do not begin with a block, or blocks beside them differ in length, as
+    vLLM's `ChunkedLocalAttentionManager` does.
     """
 
     pages: GroupPages
     groups: tuple[KVGroup, ...]
+
+    def __post_init__(self) -> None:
+        sizes = {group.block_size for group in self.groups}
+        for chunk in (group.window for group in self.groups if group.kind is GroupKind.chunk):
+            if chunk and (len(sizes) > 1 or chunk % max(sizes)):
+                raise CoreError(
+                    f"attention in chunks of {chunk} tokens, with blocks of {', '.join(map(str, sorted(sizes)))} "
+                    "tokens: all blocks must be equally long, and divide the chunk; choose another block size"
+                )
 
     @property
     def match_unit(self) -> int:
@@ -180,7 +221,7 @@ def unseen_share(sets: Sequence[LayerSet], tokens: int) -> float:
     """
     kept = [each for each in sets if each.kind is not GroupKind.state]
     whole = sum(each.layers * each.layer_bytes * tokens for each in kept)
-    seen = sum(each.layers * each.layer_bytes * min(tokens, each.window or tokens) for each in kept)
+    seen = sum(each.layers * each.layer_bytes * each.seen(tokens) for each in kept)
     return 1 - seen / whole if whole else 0.0
 
 

@@ -308,7 +308,7 @@ class GroupAccount:
         group, found = self._layout.groups[index], dict[int, list[int]]()
         for part in self._tables[index].live:
             held, table = part.held, part.table
-            left = part.computed - (group.window or 0) + 1 - held * group.block_size
+            left = group.unseen(part.computed) - held * group.block_size
             if held < len(table) and left > 0:
                 found.setdefault(table[held], []).append(min(left, group.block_size))
         return sum(

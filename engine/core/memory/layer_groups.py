@@ -54,7 +54,7 @@ class LayerGroups:
         A prompt's last chunk leaves blocks behind at once, so even windows of whole blocks cannot be looked at less
         often.
         """
-        if any(group.keeps is not None for group in self.layout.groups):
+        if any(group.forgets for group in self.layout.groups):
             return 1
         return gcd(*(group.block_size for group in self.layout.groups))
 
@@ -203,7 +203,7 @@ class LayerGroups:
         start, unit = sequence.computed, self.layout.match_unit
         for cache, part in zip(self._caches, tables_of(sequence).of, strict=True):
             group = cache.tables.group
-            if group is None or group.keeps is None:
+            if group is None or not group.forgets:
                 continue
             skipped = min(group.skipped(start), len(part.table))
             if skipped > part.held:
@@ -218,5 +218,5 @@ class LayerGroups:
 
 def _next_change(group: KVGroup, part: GroupTable) -> int:
     """After how many tokens a sequence fills its table, or its window leaves the next block."""
-    full = len(part.table) * group.block_size
-    return full if group.keeps is None else min(full, (part.held + 1) * group.block_size + group.keeps - 1)
+    full, leaves = len(part.table) * group.block_size, group.leaves(part.held)
+    return full if leaves is None else min(full, leaves)

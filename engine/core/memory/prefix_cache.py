@@ -1,7 +1,7 @@
 """The prefix cache of requests: which full blocks enter it, under which hash, and how a lookup finds them.
 
 `PrefixCache` is that of one group of layers. With several a prefix is hit as far as every group has what the next token
-needs (`GroupHits`): all blocks, those of the last window, or the state at the end. Facts of vLLM's
+needs (`GroupHits`): all blocks, those of the last window or chunk, or the state at the end. Facts of vLLM's
 `HybridKVCacheCoordinator` and `SingleTypeKVCacheManager` (0.33) are named where they decide.
 """
 
@@ -13,7 +13,7 @@ from engine.core.identity import BlockHash
 from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin
 from engine.core.memory.block_tables import BlockTables, GroupTable
 from engine.core.memory.group_layout import GroupLayout
-from engine.core.options import Decoding, WindowHits
+from engine.core.options import Decoding, GroupKind, WindowHits
 from engine.core.request import Request
 from engine.core.sequence import Group, SequenceState
 
@@ -295,7 +295,9 @@ class GroupHits:
         self._groups, self._caches = layout.groups, caches
         self._unit = layout.match_unit
         self._needed = [group.hit_blocks(rule) for group in layout.groups]
-        self._whole = [index for index, needed in enumerate(self._needed) if needed is None]
+        whole = [index for index, needed in enumerate(self._needed) if needed is None]
+        every = rule is WindowHits.all
+        self._whole = [i for i in whole if every or layout.groups[i].kind is not GroupKind.chunk]
         self._windows = [index for index in range(len(layout.groups)) if index not in self._whole]
         first = layout.groups[(self._whole or self._windows)[0]]
         self._first = [index for index, group in enumerate(layout.groups) if group.keeps_as(first)]
@@ -333,7 +335,11 @@ class GroupHits:
         while tokens != before:
             before = tokens
             for index in windows:
-                tokens = self._last_run(group, index, tokens, self._needed[index] or 0)
+                needed = self._needed[index]
+                if needed is None:
+                    tokens = self._of_chunk(group, index, tokens)
+                else:
+                    tokens = self._last_run(group, index, tokens, needed)
         return tokens
 
     def _leading(self, group: Group, index: int, tokens: int) -> int:
@@ -353,6 +359,14 @@ class GroupHits:
                 block = end // size
             block -= 1
         return end
+
+    def _of_chunk(self, group: Group, index: int, tokens: int) -> int:
+        """The longest hit, at most `tokens`, that begins with the chunk of attention in which `tokens` lies."""
+        size, cache = self._groups[index].block_size, self._caches[index]
+        block = self._groups[index].skipped(tokens)
+        while (block + 1) * size <= tokens and cache.block(group, block) is not None:
+            block += 1
+        return block * size
 
     def _pages(self, group: Group, tokens: int) -> list[list[int]]:
         """For each group the pages of the first `tokens` tokens that the next token needs."""

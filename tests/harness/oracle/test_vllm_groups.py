@@ -4,6 +4,7 @@ The nightly run draws its workloads by the date.
 """
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from group_oracle import FAMILIES, RECORDED, begin, compare, random_case, recorded_case, recording
@@ -14,6 +15,7 @@ from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import GroupHits
+from engine.core.options import GroupKind
 from harness.config.errors import ConfigError
 from harness.oracle.check import VllmProcess, vllm_version
 
@@ -41,6 +43,17 @@ def test_a_block_that_is_released_one_step_late_is_noticed(monkeypatch: pytest.M
         compare_all()
 
 
+def test_a_chunk_of_attention_that_slides_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = KVGroup.unseen
+
+    def slides(group: KVGroup, computed: int) -> int:
+        return max(0, computed - (group.window or 0)) if group.kind is GroupKind.chunk else real(group, computed)
+
+    monkeypatch.setattr(KVGroup, "unseen", slides)
+    with pytest.raises(AssertionError, match="free"):
+        compare_all()
+
+
 def test_a_hit_that_needs_no_window_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupHits, "_last_run", lambda hits, group, index, tokens, needed: 0)
     with pytest.raises(AssertionError, match=r"admitted|free|rows"):
@@ -61,6 +74,14 @@ def test_chunks_that_end_anywhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         compare_all()
 
 
+def ends_with_blocks(asked: dict[str, Any]) -> bool:
+    """Whether every hit ends with a block: vLLM 0.33 looks inside one only where states have longer blocks than hashes
+    (`partial_hash_hits_enabled`), and by default both are as long as the blocks of attention.
+    """
+    states = (one["block_size"] for one in asked["groups"] if one["kind"] == "MambaSpec")
+    return all(size <= asked["prefix_match_unit"] for size in states)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_workloads_are_scheduled_as_by_vllm(family: str) -> None:
     try:
@@ -74,5 +95,6 @@ def test_random_workloads_are_scheduled_as_by_vllm(family: str) -> None:
             if case.rows:
                 asked = begin(case, vllm)
                 assert asked["retention_interval"] == 0  # its default, which is not handed over
+                assert case.caching <= ends_with_blocks(asked)
                 found += compare(case, vllm.step)
     assert found["steps"] > 0
