@@ -10,7 +10,7 @@ from engine.core.memory.group_layout import GroupLayout
 from engine.core.options import GroupKind, GroupPages, WindowHits
 from harness.compiled.state import LayerArrays
 from harness.metrics.log import COLUMN, WASTE_COLUMNS, IntArray
-from harness.replay.arrivals import NEVER, to_s
+from harness.replay.arrivals import LATEST_NS, NEVER, to_s
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,21 @@ class Grouping:
             return "layers keep states"
         if any(group.block_size != groups[0].block_size for group in groups):
             return "blocks of groups differ in length"
-        if any(group.window == 1 for group in groups):
+        if any(group.keeps == 1 for group in groups):
             return "a window sees one token"
         return None
 
     def layers(self) -> LayerArrays:
         """The groups as arrays."""
         groups = self.layout.groups
-        kept = [group.hit_blocks(self.rule) for group in groups]
-        first = groups[kept.index(None) if None in kept else 0]
+        whole = [group.hits_whole(self.rule) for group in groups]
+        first = groups[whole.index(True) if True in whole else 0]
         slot = self.layout.slot_bytes
         return LayerArrays(
-            window=_numbers([group.window for group in groups]),
-            needed=_numbers(kept),
+            window=_numbers([group.keeps for group in groups]),
+            chunk=_numbers([group.window if group.kind is GroupKind.chunk else None for group in groups]),
+            needed=_numbers([group.hit_blocks(self.rule) for group in groups]),
+            whole=_numbers(list(map(int, whole))),
             like_first=_numbers([int(group.keeps_as(first)) for group in groups]),
             token_slots=_numbers([group.unit_bytes // slot for group in groups]),
             lost_slots=_numbers(
@@ -54,12 +56,8 @@ class Grouping:
         """The most pages that requests of so many tokens hold at once (`KVGroup.most_blocks`)."""
         size, most = self.layout.match_unit, np.zeros_like(tokens)
         for group in self.layout.groups:
-            whole = -(-tokens // size)
-            most += (
-                whole
-                if group.window is None
-                else np.minimum(whole, -(-(group.window - 1 + chunk) // size) + 1)
-            )
+            # as many as those of the longest request, if it has so many tokens
+            most += np.minimum(-(-tokens // size), group.most_blocks(LATEST_NS, chunk))
         return most
 
 

@@ -120,13 +120,26 @@ def last_run(state: ReplayState, request: int, group: int, asked: int) -> int:
 
 
 @jitable
+def of_chunk(state: ReplayState, request: int, group: int, asked: int) -> int:
+    """The longest prefix, at most `asked` blocks, that begins with the chunk of attention in which `asked` ends."""
+    index = left_behind(state, group, asked * state.rules.block_size, asked)
+    while index < asked and has_block(state, request, group, index):
+        index += 1
+    return int(index)
+
+
+@jitable
 def settled(state: ReplayState, request: int, asked: int, first_alone: bool) -> int:
     """The longest prefix of at most `asked` blocks for which every window (or the first alike) has what it needs."""
     found, before = asked, 0
     while found != before:
         before = found
         for group in range(state.rules.groups):
-            if state.layers.needed[group] != NEVER and (state.layers.like_first[group] or not first_alone):
+            if state.layers.whole[group] or (first_alone and not state.layers.like_first[group]):
+                continue
+            if state.layers.needed[group] == NEVER:
+                found = of_chunk(state, request, group, found)
+            else:
                 found = last_run(state, request, group, found)
     return found
 
@@ -137,7 +150,7 @@ def find_prefix(state: ReplayState, request: int, asked: int) -> tuple[int, int]
     found = longest = asked
     has_whole = False
     for group in range(state.rules.groups):
-        if state.layers.needed[group] == NEVER:
+        if state.layers.whole[group]:
             has_whole = True
             found = leading(state, request, group, found)
             if state.layers.like_first[group]:
@@ -167,11 +180,10 @@ def lacking_to_enter(state: ReplayState, request: int, hits: int, known: int, ch
 @jitable
 def most_blocks(state: ReplayState, group: int, tokens: int) -> int:
     """The most pages that a request of `tokens` tokens holds of `group` at once (`KVGroup.most_blocks`)."""
-    window, size, whole = (
-        state.layers.window[group],
-        state.rules.block_size,
-        blocks_of(tokens, state.rules.block_size),
-    )
+    window, chunk, size = state.layers.window[group], state.layers.chunk[group], state.rules.block_size
+    whole = blocks_of(tokens, size)
+    if chunk != NEVER:
+        return min(whole, blocks_of(chunk + state.rules.budget, size))
     if window == NEVER:
         return whole
     return min(whole, blocks_of(window - 1 + state.rules.budget, size) + 1)
@@ -180,7 +192,9 @@ def most_blocks(state: ReplayState, group: int, tokens: int) -> int:
 @jitable
 def left_behind(state: ReplayState, group: int, computed: int, blocks: int) -> int:
     """Leading blocks, of `blocks`, that no token after the first `computed` sees in `group`."""
-    window = state.layers.window[group]
+    window, chunk = state.layers.window[group], state.layers.chunk[group]
+    if chunk != NEVER:
+        return int(min(computed // chunk * chunk // state.rules.block_size, blocks))
     if window == NEVER or computed < window:
         return 0
     return int(min((computed - window + 1) // state.rules.block_size, blocks))
@@ -267,15 +281,18 @@ def release_behind(state: ReplayState, row: int) -> None:
     batch, tables, size = state.batch, state.groups, state.rules.block_size
     slot, due = batch.slot[row], _NO_WINDOW
     for group in range(state.rules.groups):
-        window = state.layers.window[group]
-        if window == NEVER:
+        window, chunk = state.layers.window[group], state.layers.chunk[group]
+        if window == NEVER and chunk == NEVER:
             continue
         held = tables.held[slot, group]
         left = left_behind(state, group, batch.computed[row], batch.blocks[row])
         if left > held:
             release_pages(state, row, group, held, left, True)
             tables.held[slot, group] = left
-        due = min(due, (max(held, left) + 1) * size + window - 1)
+        held = max(held, left)
+        due = min(
+            due, (held + 1) * size + window - 1 if chunk == NEVER else (held * size // chunk + 1) * chunk
+        )
     tables.due[slot] = due
 
 

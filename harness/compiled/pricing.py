@@ -137,7 +137,7 @@ def add_rows(state: ReplayState) -> None:
 @called
 def write_unseen(state: ReplayState) -> None:
     """The features of what lies outside of the model's window (`harness.replay.features`)."""
-    batch, window, features = state.batch, state.rules.window, state.features
+    batch, features = state.batch, state.features
     decode = chunk_kv = work = 0
     for row in range(state.at[RUNNING]):
         for part in range(batch.branches[row] if batch.behind[row] else 1):
@@ -145,16 +145,32 @@ def write_unseen(state: ReplayState) -> None:
             query = batch.query[row]
             if batch.behind[row]:
                 query = branch_tokens(state, row, part, query) - held
-            beyond = max(0, held + query - window)
             if query == 1:
-                decode += beyond * (1 if batch.behind[row] else batch.branches[row])
+                decode += unseen(state, held) * (1 if batch.behind[row] else batch.branches[row])
             elif query:
-                chunk_kv += max(0, beyond - (query - 1))
-                before = max(0, held - window)
-                work += (beyond * (beyond + 1) - before * (before + 1)) // 2
+                chunk_kv += unseen(state, held)
+                work += unseen_pairs(state, held + query) - unseen_pairs(state, held)
     features[AT.decode_unseen_kv] = decode
     features[AT.prefill_unseen_kv] = chunk_kv
     features[AT.prefill_unseen_work] = work
+
+
+@jitable
+def unseen(state: ReplayState, position: int) -> int:
+    """`Window.unseen`."""
+    window = state.rules.window
+    return int(position // window * window if state.rules.in_chunks else max(0, position + 1 - window))
+
+
+@jitable
+def unseen_pairs(state: ReplayState, tokens: int) -> int:
+    """`Window.pairs`."""
+    window = state.rules.window
+    if state.rules.in_chunks:
+        whole, rest = tokens // window, tokens % window
+        return int(window * (window * (whole * (whole - 1) // 2) + whole * rest))
+    beyond = max(0, tokens - window)
+    return int(beyond * (beyond + 1) // 2)
 
 
 @jitable

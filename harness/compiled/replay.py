@@ -47,7 +47,7 @@ from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome
 from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance, seed_word
-from harness.replay.features import FEATURES
+from harness.replay.features import FEATURES, Window
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
 
@@ -242,7 +242,7 @@ _KEEP = {Eviction.ttl: TTL, Eviction.pinned: PIN, Eviction.priority: PRIORITY}
 @dataclass(frozen=True)
 class PlainPool:
     """A paged pool; `keeps` says whether released blocks stay cached until they are evicted. `host_blocks` are for
-    swapping. `window` is that of the model's windowed layers in tokens.
+    swapping. `window` is that of the model's windowed layers.
 
     Without a prefix cache, give requests without names. With `grouping` blocks are pages of groups of layers.
     """
@@ -252,7 +252,7 @@ class PlainPool:
     keeps: bool
     host_blocks: int = 0
     keeping: Keeping | None = None
-    window: int | None = None
+    window: Window | None = None
     grouping: Grouping | None = None
 
 
@@ -391,7 +391,8 @@ def _rules(
         keep_ns=round(keeping.seconds * 1e9) if keeping else 0,
         pinned=keeping.pinned if keeping and keeping.rule is Eviction.pinned else 0,
         ranks=max(2, int(keeping.rank.max(initial=0)) + 1) if keeping else 1,
-        window=pool.window or 0,
+        window=pool.window.tokens if pool.window else 0,
+        in_chunks=int(pool.window is not None and pool.window.chunked),
         groups=len(grouping.layout.groups) if grouping else 0,
         token_slots=int(grouping.layers().token_slots.sum()) if grouping else 1,
         page_slots=grouping.layout.page_slots(0) if grouping else size,

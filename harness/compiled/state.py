@@ -127,6 +127,7 @@ class Rules(NamedTuple):
     pinned: int  # blocks, of PIN
     ranks: int
     window: int  # tokens, of the model's windowed layers; 0: none
+    in_chunks: int  # 1: that is the chunk in which a token lies
     groups: int  # of layers with a block table each; 0: the model is plain
     token_slots: int  # slots that one token takes in all groups
     page_slots: int  # slots of a block
@@ -140,7 +141,9 @@ class LayerArrays(NamedTuple):
     """Groups of layers with a block table each, int64 `[groups]`; NEVER is all. All have blocks of one size."""
 
     window: IntArray  # tokens that the next token sees, itself included
+    chunk: IntArray  # tokens of a chunk of attention; NEVER: there are none
     needed: IntArray  # blocks that a prefix hit needs before its end
+    whole: IntArray  # 1 where it needs all; else NEVER `needed` are those of its chunk
     like_first: IntArray  # 1 for those that say how long the longest hit of the first groups is
     token_slots: IntArray
     lost_slots: IntArray  # of a page, which no token can fill

@@ -335,6 +335,10 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             f"found {model.windowed_layers} with model.window={model.window}; must be 1 to model.layers={model.layers} "
             "with a window, and 0 without",
         )
+    if model.chunked_windows and not model.window:
+        yield ConfigError(
+            "model.chunked_windows", "found true, but model.window is null; set the tokens of a chunk"
+        )
     yield from _states(config)
 
 
@@ -405,7 +409,7 @@ def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
             f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false",
         )
     stateful = model.family in STATE_FAMILIES
-    for name in ("experts", "latent_rank", *(() if stateful else ("state_layers",))):
+    for name in ("experts", "latent_rank", "chunked_windows", *(() if stateful else ("state_layers",))):
         if model.path is None and getattr(model, name):
             yield ConfigError(
                 f"model.{name}",

@@ -181,6 +181,7 @@ class ModelConfig:
     expert_skew: float = 0.0  # popularity of the i-th expert is i^-skew; 0: all alike
     window: int | None = None  # tokens that a windowed layer attends to
     windowed_layers: int = 0
+    chunked_windows: bool = False  # a window is the chunk of fixed place that a token lies in (Llama 4)
     state_layers: int = 0  # layers with a recurrent state and no K and V; the engine builds family=qwen3_next
     state_bytes: int = 0  # of a sequence's state in one of them
     latent_rank: int = (

@@ -10,6 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from harness.metrics.log import FloatArray
+from harness.replay.features import Window
 
 # Tokens of a step up to which touched experts are counted; from there on all count as touched.
 MOST_TOKENS = 65_536
@@ -92,8 +93,9 @@ class LatentKV:
 class ModelShape:
     """The shape of a decoder. `mlp_matrices` is 3 with a gate (Llama, Qwen), 2 without.
 
-    `windowed_layers` layers attend to the last `window` tokens alone. `state_layers` layers keep `state_bytes` of a
-    recurrent state for each sequence and no K and V; their weights count as those of a layer with attention.
+    `windowed_layers` layers attend to the last `window` tokens alone, with `chunked` to those of the chunk of so many
+    tokens that a token lies in. `state_layers` layers keep `state_bytes` of a recurrent state for each sequence and no
+    K and V; their weights count as those of a layer with attention.
     `layer_bits` is the width of an element of the layers' matrices with their scales, `expert_bits` that of routed
     experts; None: `bytes_per_element`. Embeddings are never quantised.
     """
@@ -113,10 +115,16 @@ class ModelShape:
     latent: LatentKV | None = None
     window: int | None = None
     windowed_layers: int = 0
+    chunked: bool = False
     state_layers: int = 0
     state_bytes: int = 0
     layer_bits: float | None = None
     expert_bits: float | None = None
+
+    @property
+    def sight(self) -> Window | None:
+        """What windowed layers see; None where all layers see every token."""
+        return Window(self.window, self.chunked) if self.window else None
 
     @property
     def attention_weights(self) -> int:

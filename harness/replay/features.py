@@ -1,15 +1,16 @@
 """The features of a step: the physical quantities of a step plan, which every cost model prices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from engine.core.options import Decoding
 from engine.core.plan import Row, StepPlan
 from engine.core.request import Request
-from harness.metrics.log import FloatArray
+from harness.metrics.log import FloatArray, IntArray
 from harness.replay.cost_model import Amount
 
 T = TypeVar("T")
@@ -97,12 +98,59 @@ _add, _largest = np.add.reduce, np.maximum.reduce
 _NONE_ACCEPTED: Mapping[int, int] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
+class Window:
+    """What windowed layers see of a sequence: the last `tokens` tokens, or those of a chunk of so many at a fixed place
+    (`chunked`). Positions count from 0.
+    """
+
+    tokens: int
+    chunked: bool = False
+
+    def unseen(self, position: int) -> int:
+        """Tokens before `position` that the token there does not see."""
+        return max(0, int(self._edge(position)))
+
+    def unseen_of(self, positions: IntArray) -> int:
+        """The same, summed over positions."""
+        return int(_add(np.maximum(self._edge(positions), 0)))
+
+    def _edge(self, position: Any) -> Any:
+        return position // self.tokens * self.tokens if self.chunked else position + 1 - self.tokens
+
+    def pairs(self, tokens: int) -> int:
+        """Of the first `tokens` tokens the pairs of a token and one before it that it does not see."""
+        if self.chunked:
+            whole, rest = divmod(tokens, self.tokens)
+            return self.tokens * (self.tokens * (whole * (whole - 1) // 2) + whole * rest)
+        beyond = max(0, tokens - self.tokens)
+        return beyond * (beyond + 1) // 2
+
+    def growth(self, positions: IntArray, steps: int) -> IntArray:
+        """How many more tokens each of `steps` steps does not see than the one before it, with a row at each position.
+
+        The first is 0.
+        """
+        if self.chunked:
+            grown = _turns(positions, self.tokens, steps) * self.tokens
+        else:
+            leaving = np.minimum(np.maximum(self.tokens - positions, 0), steps)
+            grown = np.cumsum(np.bincount(leaving, minlength=steps + 1))[:steps]
+        grown[0] = 0
+        return grown
+
+
+def _turns(positions: IntArray, size: int, steps: int) -> IntArray:
+    """How many of the rows at `positions` reach a multiple of `size` in each of `steps` steps, int64 `[steps]`."""
+    return np.resize(np.bincount(-positions % size, minlength=size), steps)
+
+
 class FeatureMeter:
     """Computes the features of the steps of one replay: call `first` for each step plan, then `took` with its steps.
 
     It remembers how long ago the last large prefill was. On a CPU a prefill of a hundred tokens or more evicts the
     model's weights and the interpreter from the caches, and the next decode steps take up to twice their time.
-    `requests` by request id may grow while the replay runs. `window` is that of the model's windowed layers, in tokens.
+    `requests` by request id may grow while the replay runs. `window` is that of the model's windowed layers.
     `page_slots` tells how many KV slots of the whole model have the bytes of some pages, where layers are in groups;
     None: each has those of a block.
     """
@@ -111,7 +159,7 @@ class FeatureMeter:
         self,
         requests: Mapping[int, Request],
         block_size: int,
-        window: int | None = None,
+        window: Window | None = None,
         page_slots: Callable[[Sequence[int]], float] | None = None,
     ) -> None:
         self._requests = requests
@@ -266,23 +314,19 @@ def distinct_share(physical: Amount, logical: Amount) -> Amount:
     return physical / logical if logical else 1.0
 
 
-def _unseen_features(plan: StepPlan, window: int) -> tuple[Amount, Amount, Amount]:
+def _unseen_features(plan: StepPlan, window: Window) -> tuple[Amount, Amount, Amount]:
     """Slots of decode rows, slots of chunks, and query-key pairs of chunks, that lie outside of the window.
 
-    A query at position p sees the last `window` of its p keys. The queries of a chunk together read the slots from the
-    first one's window to the last one's position.
+    The queries of a chunk together read the slots from the first one's window to the last one's position.
     """
-    decode = chunk_kv = work = 0
-    if plan.steady:
-        decode = int(_add(np.maximum(plan.context_len[: plan.steady] + 1 - window, 0)))
+    decode = window.unseen_of(plan.context_len[: plan.steady]) if plan.steady else 0
+    chunk_kv = work = 0
     for _, _, held, query, _, _, _ in plan.other_rows:
-        beyond = max(0, held + query - window)
         if query == 1:
-            decode += beyond
+            decode += window.unseen(held)
         else:
-            chunk_kv += max(0, beyond - (query - 1))
-            before = max(0, held - window)
-            work += (beyond * (beyond + 1) - before * (before + 1)) // 2
+            chunk_kv += window.unseen(held)
+            work += window.pairs(held + query) - window.pairs(held)
     return decode, chunk_kv, work
 
 
@@ -314,7 +358,7 @@ class FastForwardFeatures:
     """
 
     def __init__(
-        self, plan: StepPlan, first: Sequence[Amount], block_size: int, window: int | None = None
+        self, plan: StepPlan, first: Sequence[Amount], block_size: int, window: Window | None = None
     ) -> None:
         self._first = first
         self._block_size = block_size
@@ -323,8 +367,7 @@ class FastForwardFeatures:
         self._unnamed = plan.usage.free // block_size
         self._physical, self._logical = plan.usage.physical_blocks, plan.usage.logical_blocks
         self._residues = self._crossings(plan)
-        # By row the first step after which one more of its slots lies outside of the window in each step.
-        self._leaving = None if window is None else np.maximum(window - plan.context_len, 0)
+        self._window, self._context = window, plan.context_len
 
     def _crossings(self, plan: StepPlan) -> list[int]:
         """Blocks taken in step j, at index j modulo the block size: rows whose context is then a multiple of it.
@@ -334,8 +377,7 @@ class FastForwardFeatures:
         """
         if self._block_size == 1 and not plan.new_blocks:
             return [0]
-        counts = np.bincount(-plan.context_len % self._block_size, minlength=self._block_size)
-        return list(counts.tolist())
+        return list(_turns(plan.context_len, self._block_size, self._block_size).tolist())
 
     def singles(self, steps: int) -> Iterator[list[Amount]]:
         """Features of steps 1 … `steps - 1` one by one, as numbers."""
@@ -366,10 +408,9 @@ class FastForwardFeatures:
 
     def _unseen(self, steps: int) -> FloatArray | None:
         """KV slots outside of the window in steps 0 … `steps - 1`; None without a window."""
-        if self._leaving is None:
+        if self._window is None:
             return None
-        growth = np.cumsum(np.bincount(np.minimum(self._leaving, steps), minlength=steps + 1))[:steps]
-        growth[0] = 0
+        growth = self._window.growth(self._context, steps)
         return float(self._first[AT.decode_unseen_kv]) + np.cumsum(growth).astype(np.float64)
 
     def columns(self, steps: int) -> list[Amount]:

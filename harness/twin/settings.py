@@ -293,6 +293,7 @@ VLLM = EngineArguments(
         "kv_transfer_config": (None, {}),
         "cpu_offload_gb": (0,),
         "enable_lora": (False, None),
+        "prefix_match_unit": (None,),  # hits inside a block
         "scheduler_cls": (None, "vllm.v1.core.sched.scheduler.Scheduler"),
     },
     silent=(  # how clients reach the server, and what it prints

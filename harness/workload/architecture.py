@@ -23,7 +23,11 @@ UNGATED = (
     *("apertus", "arcee", "bloom", "falcon", "gpt2", "gpt_bigcode", "gpt_neox", "gptj", "mpt", "nemotron"),
     *("opt", "phi", "starcoder2"),
 )
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next")
+_LLAMA_4 = "llama4_text"
+WITH_EXPERTS = (
+    *("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "qwen3_next"),
+    _LLAMA_4,
+)
 _LATENT = ("deepseek_v2", "deepseek_v3")
 # Families whose every layer is attention (full or windowed) or linear attention, and an MLP or experts: what
 # `ModelShape` describes.
@@ -47,8 +51,9 @@ _ASKED_WINDOWS = (
 _UNSAID = {
     "head_dim": (
         *("ernie4_5", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "gpt_oss", "helium"),
-        *("qwen3", "qwen3_5_text", "qwen3_next", "seed_oss"),
+        *("qwen3", "qwen3_5_text", "qwen3_next", "seed_oss", _LLAMA_4),
     ),
+    "attention_chunk_size": (_LLAMA_4,),
     "sliding_window": ("cohere2", "exaone4", "gemma2", "gemma3_text", "gpt_oss", "ministral", "mistral"),
     "multi_query": ("falcon", "gpt_bigcode"),
     "shared_expert_intermediate_size": ("qwen2_moe", "qwen3_next"),
@@ -57,6 +62,7 @@ _UNSAID = {
 _RULES = ("full_attention_interval", "sliding_window_pattern")
 _SLIDING = "sliding_attention"
 _LINEAR = "linear_attention"
+_CHUNKED = "chunked_attention"
 _MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
@@ -181,7 +187,7 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     hidden = facts.number("hidden_size", "n_embd", "d_model")
     layers = facts.number("num_hidden_layers", "n_layer", "n_layers", most=_MOST_LAYERS)
     _check_kinds(facts, layers)
-    mlp = facts.maybe("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    mlp = facts.maybe("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
     tied = facts.get("tie_word_embeddings")
     latent = _latent(facts)
     window, windowed = _windows(facts, layers)
@@ -205,6 +211,7 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
         latent=latent,
         window=window,
         windowed_layers=windowed,
+        chunked=windowed > 0 and facts.family == _LLAMA_4,
         layer_bits=None if _method(facts) == "mxfp4" else bits,  # of experts alone
         expert_bits=bits,
     )
@@ -218,7 +225,8 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
     found = [*_unknown_experts(facts)]
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
-    other = sorted({str(kind) for kind in _layer_types(facts)} - {"full_attention", _SLIDING})
+    known = {"full_attention", _CHUNKED if facts.family == _LLAMA_4 else _SLIDING}
+    other = sorted({str(kind) for kind in _layer_types(facts)} - known)
     if states and _LINEAR in other:
         other.remove(_LINEAR)
     if other:
@@ -238,9 +246,12 @@ def _unknown_experts(facts: CheckpointFacts) -> Iterator[str]:
     if facts.family not in WITH_EXPERTS:
         yield from (f"a mixture of experts ({name} = {facts.get(name)})" for name in named)
         return
-    for name in ("decoder_sparse_step", "moe_layer_freq"):
+    for name in ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step"):
         if facts.get(name) not in (None, 1):
             yield f"experts in some layers only ({name} = {facts.get(name)})"
+    listed = facts.written("moe_layers")
+    if listed and len(listed) != facts.maybe("num_hidden_layers"):
+        yield f"experts in some layers only (moe_layers = {listed})"
     if facts.get("mlp_only_layers"):
         yield f"experts in some layers only (mlp_only_layers = {facts.get('mlp_only_layers')})"
 
@@ -249,7 +260,8 @@ def _experts(facts: CheckpointFacts, layers: int) -> Experts | None:
     if facts.family not in WITH_EXPERTS:
         return None
     width = facts.maybe("moe_intermediate_size") or facts.number("intermediate_size")
-    shared = facts.maybe("shared_expert_intermediate_size") or width * (facts.maybe("n_shared_experts") or 0)
+    count = 1 if facts.family == _LLAMA_4 else facts.maybe("n_shared_experts") or 0
+    shared = facts.maybe("shared_expert_intermediate_size") or width * count
     count, active = facts.number(*_EXPERTS), facts.number("num_experts_per_tok", "experts_per_token")
     if active > count:
         name = next(
@@ -305,8 +317,27 @@ def _check_kinds(facts: CheckpointFacts, layers: int) -> None:
         )
 
 
+def _chunks(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
+    """The chunk of attention and the number of layers that have it: those with rotary positions.
+
+    Source: `Llama4Attention` in vllm/model_executor/models/llama4.py (0.33), `Llama4TextConfig` in transformers.
+    """
+    chunk, rotary = facts.maybe("attention_chunk_size"), facts.get("no_rope_layers")
+    if not rotary:
+        every = facts.maybe("no_rope_layer_interval") or 4
+        rotary = [int((layer + 1) % every > 0) for layer in range(layers)]
+    if not isinstance(rotary, list) or len(rotary) < layers:
+        raise facts.wrong(
+            "no_rope_layers", f"a list of {layers} numbers, 0 for a layer without rotary positions"
+        )
+    count = sum(bool(each) for each in rotary[:layers])
+    return (chunk, count) if chunk and count else (None, 0)
+
+
 def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     """The window and the number of layers that have it, by `layer_types` or by the rule of the family."""
+    if facts.family == _LLAMA_4:
+        return _chunks(facts, layers)
     used = facts.get("use_sliding_window")
     if not facts.get("sliding_window") or used is False or (used is None and facts.family in _ASKED_WINDOWS):
         return None, 0

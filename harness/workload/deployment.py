@@ -40,6 +40,7 @@ from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
 from harness.metrics.log import FloatArray, IntArray
+from harness.replay.features import Window
 from harness.workload.architecture import (
     TIED,
     UNGATED,
@@ -101,7 +102,7 @@ class PoolShape:
     prefix_caching: bool
     sized_by: str = "cache.pool_tokens"
     memory: DeviceMemory | None = None
-    window: int | None = None
+    window: Window | None = None
     note: str = ""
     groups: GroupLayout | None = None
     page_counts: tuple[int, ...] = ()
@@ -306,6 +307,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         latent=_latent(model),
         window=model.window if model.windowed_layers else None,
         windowed_layers=model.windowed_layers if model.window else 0,
+        chunked=model.chunked_windows,
         state_layers=model.state_layers,
         state_bytes=model.state_bytes,
         layer_bits=None if model.experts_only else bits,
@@ -386,7 +388,8 @@ def layer_sets(model: ModelShape) -> list[LayerSet]:
     if model.state_layers:
         found.append(LayerSet(GroupKind.state, model.state_layers, model.state_bytes))
     if model.windowed_layers:
-        found.append(LayerSet(GroupKind.window, model.windowed_layers, model.layer_kv_bytes, model.window))
+        kind = GroupKind.chunk if model.chunked else GroupKind.window
+        found.append(LayerSet(kind, model.windowed_layers, model.layer_kv_bytes, model.window))
     everything = model.attention_layers - model.windowed_layers
     kind = GroupKind.latent if model.latent else GroupKind.full
     return [*found, *([LayerSet(kind, everything, model.layer_kv_bytes)] if everything else [])]
@@ -493,7 +496,7 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         prefix_caching=cache.prefix_caching and cache.policy is CachePolicy.paged,
         sized_by=sized_by,
         memory=memory,
-        window=model.window,
+        window=model.sight,
         note=_WINDOWS_KEPT if slides and not groups else "",
         groups=groups,
         page_counts=counts if groups else (),

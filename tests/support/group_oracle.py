@@ -26,7 +26,14 @@ from harness.oracle.decisions import Step
 from traces.trace import Segment, TraceRequest
 
 RECORDINGS = Path(__file__).parents[1] / "data" / "oracle"
-RECORDED = {"window": 30, "windows": 137, "no_full": 167, "states": 26, "states_and_windows": 52, "chunked": 1034}
+RECORDED = {
+    "window": 30,
+    "windows": 137,
+    "no_full": 167,
+    "states": 26,
+    "states_and_windows": 52,
+    "chunked": 1034,
+}
 """The seed of the recorded workload of each family."""
 COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 

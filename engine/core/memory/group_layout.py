@@ -149,10 +149,16 @@ class KVGroup:
         )
 
     def hit_blocks(self, rule: WindowHits) -> int | None:
-        """Blocks that a prefix hit needs before its end; None: all of them, or all that its chunk has (`unseen`)."""
+        """Blocks that a prefix hit needs before its end; None: all of them, or where not `hits_whole`, of its chunk."""
         if self.keeps is None or (rule is WindowHits.all and self.kind is GroupKind.window):
             return None
         return -(-(self.keeps - 1) // self.block_size)
+
+    def hits_whole(self, rule: WindowHits) -> bool:
+        """Whether a prefix hit needs all blocks."""
+        if self.kind is GroupKind.chunk:
+            return rule is WindowHits.all
+        return self.hit_blocks(rule) is None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from engine.core.identity import BlockHash
 from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin
 from engine.core.memory.block_tables import BlockTables, GroupTable
 from engine.core.memory.group_layout import GroupLayout
-from engine.core.options import Decoding, GroupKind, WindowHits
+from engine.core.options import Decoding, WindowHits
 from engine.core.request import Request
 from engine.core.sequence import Group, SequenceState
 
@@ -295,9 +295,7 @@ class GroupHits:
         self._groups, self._caches = layout.groups, caches
         self._unit = layout.match_unit
         self._needed = [group.hit_blocks(rule) for group in layout.groups]
-        whole = [index for index, needed in enumerate(self._needed) if needed is None]
-        every = rule is WindowHits.all
-        self._whole = [i for i in whole if every or layout.groups[i].kind is not GroupKind.chunk]
+        self._whole = [index for index, group in enumerate(layout.groups) if group.hits_whole(rule)]
         self._windows = [index for index in range(len(layout.groups)) if index not in self._whole]
         first = layout.groups[(self._whole or self._windows)[0]]
         self._first = [index for index, group in enumerate(layout.groups) if group.keeps_as(first)]

@@ -28,6 +28,7 @@ from harness.compiled.pool import add_run, evict, own_run, take_run
 from harness.compiled.replay import PlainPool, PlainRequests
 from harness.compiled.state import CACHED
 from harness.metrics.log import RunLog
+from harness.replay.features import Window
 
 WINDOWS = st.lists(
     st.tuples(st.integers(1, 3), st.sampled_from([None, 2, 5, 16, 40])), min_size=1, max_size=3
@@ -36,16 +37,26 @@ HITS, EVERY = st.sampled_from(WindowHits), st.sampled_from([None, 0, 1, 3])
 
 
 def grouped(
-    pool: PlainPool, windows: list[tuple[int, int | None]], rule: WindowHits, every: int | None
+    pool: PlainPool,
+    windows: list[tuple[int, int | None]],
+    rule: WindowHits,
+    every: int | None,
+    *,
+    chunked: bool = False,
 ) -> PlainPool:
-    """The pool for groups of so many layers with such windows; `every`: blocks between checkpoints."""
-    sets = [
-        LayerSet(GroupKind.window if size else GroupKind.full, layers, 6, size) for layers, size in windows
-    ]
+    """The pool for groups of so many layers with such windows; `every`: blocks between checkpoints.
+
+    With `chunked` they are chunks of attention, of whole blocks.
+    """
+    sets, block = list[LayerSet](), pool.block_size
+    for layers, size in windows:
+        kind = GroupKind.full if size is None else GroupKind.chunk if chunked else GroupKind.window
+        sets.append(LayerSet(kind, layers, 6, size and (-(-size // block) * block if chunked else size)))
     interval = None if every is None else every * pool.block_size
     grouping = Grouping(uniform_layout(sets, pool.block_size), rule, interval)
     pages = pool.num_blocks * len(grouping.layout.groups)
-    return replace(pool, num_blocks=pages, grouping=grouping, window=sets[-1].window)
+    span = sets[-1].window
+    return replace(pool, num_blocks=pages, grouping=grouping, window=span and Window(span, chunked))
 
 
 def assert_same_groups(
@@ -75,7 +86,7 @@ def test_layers_in_groups_are_replayed_and_accounted_for_as_the_core_does(
     count = len(shared.salts)
     priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
     limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)), ahead=False)
-    pool = grouped(pool, windows, rule, every)
+    pool = grouped(pool, windows, rule, every, chunked=data.draw(st.booleans()))
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     assert_same_groups(requests, limits, pool, shared)
 
@@ -86,7 +97,9 @@ def test_crowded_groups_evict_and_come_back_as_in_the_core(
     data: st.DataObject, seed: int, windows: list[tuple[int, int | None]], rule: WindowHits, every: int | None
 ) -> None:
     size, tokens = data.draw(st.sampled_from([2, 4, 8])), data.draw(st.integers(140, 400))
-    pool = grouped(PlainPool(tokens // size, size, keeps=True), windows, rule, every)
+    pool = grouped(
+        PlainPool(tokens // size, size, keeps=True), windows, rule, every, chunked=data.draw(st.booleans())
+    )
     budget, policy = data.draw(st.sampled_from([16, 48])), data.draw(st.sampled_from(Scheduling))
     limits = SchedulerLimits(budget, 12, policy=policy, admit_whole_prompt=data.draw(st.booleans()))
     shared = crowded(seed)
@@ -99,13 +112,21 @@ CROWDS = [
     (7, [(1, None), (3, 5)], None, SchedulerLimits(16, 12)),
     (0, [(1, 16), (1, 5)], 0, SchedulerLimits(48, 12, admit_whole_prompt=False)),
 ]
+CHUNKS = (3, [(3, 16), (1, None)], 0, SchedulerLimits(48, 12, admit_whole_prompt=False))
 
 
-@pytest.mark.parametrize(("seed", "windows", "every", "limits"), CROWDS)
+@pytest.mark.parametrize(
+    ("seed", "windows", "every", "limits", "chunked"), [*((*each, False) for each in CROWDS), (*CHUNKS, True)]
+)
 def test_groups_are_compared_where_requests_come_back_and_hold_duplicates(
-    seed: int, windows: list[tuple[int, int | None]], every: int | None, limits: SchedulerLimits
+    seed: int,
+    windows: list[tuple[int, int | None]],
+    every: int | None,
+    limits: SchedulerLimits,
+    chunked: bool,
 ) -> None:
-    shared, pool = crowded(seed), grouped(PlainPool(40, 4, keeps=True), windows, WindowHits.window, every)
+    pool = grouped(PlainPool(40, 4, keeps=True), windows, WindowHits.window, every, chunked=chunked)
+    shared = crowded(seed)
     found = assert_same_groups(shared.named(4), limits, pool, shared)
     assert found.waste is not None
     assert found.requests["preemptions"].sum() > 10

@@ -47,7 +47,9 @@ def test_a_chunk_of_attention_that_slides_is_noticed(monkeypatch: pytest.MonkeyP
     real = KVGroup.unseen
 
     def slides(group: KVGroup, computed: int) -> int:
-        return max(0, computed - (group.window or 0)) if group.kind is GroupKind.chunk else real(group, computed)
+        return (
+            max(0, computed - (group.window or 0)) if group.kind is GroupKind.chunk else real(group, computed)
+        )
 
     monkeypatch.setattr(KVGroup, "unseen", slides)
     with pytest.raises(AssertionError, match="free"):

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from engine.core.options import GroupKind
 from harness.config.errors import ConfigError
-from harness.cost.model_shape import ModelShape
+from harness.cost.model_shape import Experts, ModelShape
 from harness.workload import architecture
 from harness.workload.architecture import CheckpointFacts, checkpoint_shape, unknown_parts
+from harness.workload.deployment import layer_sets
 
 LAYERS = 12
 BASE = {
@@ -40,7 +42,17 @@ def quantised(method: str, **more: Any) -> dict[str, Any]:
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 HYBRID = ["linear_attention"] * 9 + ["full_attention"] * 3
+SCOUT = {
+    "head_dim": 64,
+    "attention_chunk_size": 128,
+    "num_local_experts": 16,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "no_rope_layers": [],
+    "intermediate_size_mlp": 2048,
+}
 READ = {
+    "llama4 nested": nested("llama4", of("llama4_text", **SCOUT)),
     "cohere2 (Command-R7B)": of("cohere2", sliding_window=128, sliding_window_pattern=4),
     "exaone4": of("exaone4", sliding_window=128, sliding_window_pattern=4),
     "gemma2": of("gemma2", sliding_window=128),
@@ -68,6 +80,7 @@ READ = {
     "qwen3_moe": of("qwen3_moe", **EXPERTS),
 }
 REFUSED = {
+    "llama4 with experts in every other layer": of("llama4_text", **SCOUT | {"interleave_moe_layer_step": 2}),
     "qwen3_next without its list": of("qwen3_next", shared_expert_intermediate_size=256, **EXPERTS),
     "qwen3_next": of("qwen3_next", shared_expert_intermediate_size=256, layer_types=HYBRID, **EXPERTS),
     "qwen3_5 nested": nested("qwen3_5", of("qwen3_5_text", full_attention_interval=4)),
@@ -108,7 +121,9 @@ def kinds_of(facts: dict[str, Any]) -> dict[str, Any]:
     read = CONFIG_MAPPING[facts["model_type"]].from_dict(facts).get_text_config(decoder=True)
     kinds = getattr(read, "layer_types", None)
     window = getattr(read, "sliding_window", None)
-    windowed = kinds.count("sliding_attention") if kinds else LAYERS * bool(window)
+    if read.model_type == "llama4_text":
+        window = read.attention_chunk_size
+    windowed = sum(kind != "full_attention" for kind in kinds) if kinds else LAYERS * bool(window)
     return {
         "layers": read.num_hidden_layers,
         "windowed_layers": windowed,
@@ -143,6 +158,16 @@ def test_what_is_read_is_read_as_transformers_reads_it(
 ) -> None:
     refused = [name for name, facts in READ.items() if shape_of(tmp_path, facts) is None]
     assert (refused, wrong(tmp_path, expected)) == ([], [])
+
+
+def test_llama_4_attends_in_chunks_and_has_a_shared_expert(tmp_path: Path) -> None:
+    shape = shape_of(tmp_path, READ["llama4 nested"])
+    assert shape is not None
+    assert shape.experts == Experts(count=16, active=1, intermediate=1024, shared=1024)
+    assert [(each.kind, each.layers, each.window) for each in layer_sets(shape)] == [
+        (GroupKind.chunk, 9, 128),
+        (GroupKind.full, 3, None),
+    ]
 
 
 def test_what_is_not_described_is_refused(tmp_path: Path) -> None:

@@ -93,6 +93,10 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
             "cache.pool_tokens=12000",
             "cache.max_model_len=8192",
         ),
+        (
+            *("model=llama4_scout", "model.window=256", "cache.groups=uniform", "device=h200"),
+            *("workload.prefix_share=0.5", "cache.pool_tokens=12000", "cache.max_model_len=8192"),
+        ),
         ("decoding=speculative", "decoding.acceptance=0.7", "workload.prefix_share=0.5"),
         ("device.data_parallel=4", "workload.request_rate=80", "workload.prefix_share=0.5"),
         ("device.data_parallel=2", "workload.request_rate=1", "scheduler.async_scheduling=true"),

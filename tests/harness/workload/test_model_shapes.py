@@ -438,6 +438,7 @@ PUBLISHED = [  # 10^9 parameters: all, and those that a token meets, from the mo
     ("gemma3_27b", 27.0, 27.0),
     ("deepseek_v2_lite", 15.7, 2.4),
     ("gpt_oss_20b", 20.9, 3.6),
+    ("llama4_scout", 107.8, 17.2),  # without the 0.9 billion of its vision encoder
 ]
 
 
