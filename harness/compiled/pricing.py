@@ -157,14 +157,14 @@ def write_unseen(state: ReplayState) -> None:
 
 @jitable
 def unseen(state: ReplayState, position: int) -> int:
-    """`Window.unseen`."""
+    """`Sight.unseen`."""
     window = state.rules.window
     return int(position // window * window if state.rules.in_chunks else max(0, position + 1 - window))
 
 
 @jitable
 def unseen_pairs(state: ReplayState, tokens: int) -> int:
-    """`Window.pairs`."""
+    """`Sight.pairs`."""
     window = state.rules.window
     if state.rules.in_chunks:
         whole, rest = tokens // window, tokens % window

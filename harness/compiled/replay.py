@@ -47,7 +47,7 @@ from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome
 from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance, seed_word
-from harness.replay.features import FEATURES, Window
+from harness.replay.features import FEATURES, Sight
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.recorder import request_columns, step_columns
 
@@ -252,7 +252,7 @@ class PlainPool:
     keeps: bool
     host_blocks: int = 0
     keeping: Keeping | None = None
-    window: Window | None = None
+    window: Sight | None = None
     grouping: Grouping | None = None
 
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 
 from harness.metrics.log import FloatArray
-from harness.replay.features import Window
+from harness.replay.features import Sight
 
 # Tokens of a step up to which touched experts are counted; from there on all count as touched.
 MOST_TOKENS = 65_536
@@ -122,9 +122,9 @@ class ModelShape:
     expert_bits: float | None = None
 
     @property
-    def sight(self) -> Window | None:
+    def sight(self) -> Sight | None:
         """What windowed layers see; None where all layers see every token."""
-        return Window(self.window, self.chunked) if self.window else None
+        return Sight(self.window, self.chunked) if self.window else None
 
     @property
     def attention_weights(self) -> int:

@@ -14,7 +14,7 @@ from harness.replay.arrivals import LATEST_NS, NS_PER_S, TimeSpanError, to_ns
 from harness.replay.beams import Genealogy
 from harness.replay.branches import BranchEnds, BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import Amount, CostModel
-from harness.replay.features import FastForwardFeatures, FeatureMeter, StepFeatures, Window
+from harness.replay.features import FastForwardFeatures, FeatureMeter, Sight, StepFeatures
 
 _ONE_BY_ONE = 10  # further steps of a fast-forward up to which single numbers are quicker than arrays
 _NO_PHASES: Mapping[str, float] = MappingProxyType({})
@@ -74,7 +74,7 @@ class SimulatedExecutor(Executor):
         fast_forward: bool = True,
         survival: BranchSurvival | None = None,
         acceptance: DraftAcceptance | None = None,
-        window: Window | None = None,
+        window: Sight | None = None,
         page_slots: Callable[[Sequence[int]], float] | None = None,
     ) -> None:
         self.max_steps = 1 << 30 if fast_forward and survival is None else 1

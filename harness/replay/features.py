@@ -99,7 +99,7 @@ _NONE_ACCEPTED: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
-class Window:
+class Sight:
     """What windowed layers see of a sequence: the last `tokens` tokens, or those of a chunk of so many at a fixed place
     (`chunked`). Positions count from 0.
     """
@@ -159,7 +159,7 @@ class FeatureMeter:
         self,
         requests: Mapping[int, Request],
         block_size: int,
-        window: Window | None = None,
+        window: Sight | None = None,
         page_slots: Callable[[Sequence[int]], float] | None = None,
     ) -> None:
         self._requests = requests
@@ -314,7 +314,7 @@ def distinct_share(physical: Amount, logical: Amount) -> Amount:
     return physical / logical if logical else 1.0
 
 
-def _unseen_features(plan: StepPlan, window: Window) -> tuple[Amount, Amount, Amount]:
+def _unseen_features(plan: StepPlan, window: Sight) -> tuple[Amount, Amount, Amount]:
     """Slots of decode rows, slots of chunks, and query-key pairs of chunks, that lie outside of the window.
 
     The queries of a chunk together read the slots from the first one's window to the last one's position.
@@ -358,7 +358,7 @@ class FastForwardFeatures:
     """
 
     def __init__(
-        self, plan: StepPlan, first: Sequence[Amount], block_size: int, window: Window | None = None
+        self, plan: StepPlan, first: Sequence[Amount], block_size: int, window: Sight | None = None
     ) -> None:
         self._first = first
         self._block_size = block_size

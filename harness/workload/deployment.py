@@ -40,7 +40,7 @@ from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
 from harness.metrics.log import FloatArray, IntArray
-from harness.replay.features import Window
+from harness.replay.features import Sight
 from harness.workload.architecture import (
     TIED,
     UNGATED,
@@ -102,7 +102,7 @@ class PoolShape:
     prefix_caching: bool
     sized_by: str = "cache.pool_tokens"
     memory: DeviceMemory | None = None
-    window: Window | None = None
+    window: Sight | None = None
     note: str = ""
     groups: GroupLayout | None = None
     page_counts: tuple[int, ...] = ()

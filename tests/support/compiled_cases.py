@@ -42,7 +42,7 @@ from harness.replay.arrivals import (
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import CostModel, CostSource, PacedCost
 from harness.replay.executors import SimulatedExecutor
-from harness.replay.features import ATTENTION_FEATURES, FEATURES, Window
+from harness.replay.features import ATTENTION_FEATURES, FEATURES, Sight
 from harness.replay.folds import KeptLog
 from harness.replay.memory import Wastes
 
@@ -207,7 +207,7 @@ POOLS = st.builds(
     num_blocks=st.integers(5, 200),
     block_size=st.sampled_from([1, 3, 8, 16]),
     keeps=st.booleans(),
-    window=st.sampled_from([None, Window(7), Window(40), Window(24, chunked=True)]),
+    window=st.sampled_from([None, Sight(7), Sight(40), Sight(24, chunked=True)]),
 )
 
 

@@ -19,7 +19,7 @@ from harness.replay.arrivals import Arrivals, OpenLoop, TimedRequest, to_ns
 from harness.replay.beams import BeamGenealogy
 from harness.replay.cost_model import Amount, CostModel, CostSource, Price
 from harness.replay.executors import Executor, SimulatedExecutor
-from harness.replay.features import AT, Window
+from harness.replay.features import AT, Sight
 from harness.replay.folds import Hull, KeptLog, RunFold
 from harness.replay.loop import Observer, Replay
 from harness.replay.recorder import PlanRecording, Recorder
@@ -67,7 +67,7 @@ def replay(
     limits: SchedulerLimits | None = None,
     fast_forward: bool = True,
     asynchronous: bool = False,
-    window: Window | None = None,
+    window: Sight | None = None,
 ) -> tuple[RunLog, PlanRecording]:
     manager = manager or PagedManager(1000, 16)
     scheduler = Scheduler(manager, limits or SchedulerLimits(512, 64))

@@ -28,7 +28,7 @@ from harness.compiled.pool import add_run, evict, own_run, take_run
 from harness.compiled.replay import PlainPool, PlainRequests
 from harness.compiled.state import CACHED
 from harness.metrics.log import RunLog
-from harness.replay.features import Window
+from harness.replay.features import Sight
 
 WINDOWS = st.lists(
     st.tuples(st.integers(1, 3), st.sampled_from([None, 2, 5, 16, 40])), min_size=1, max_size=3
@@ -56,7 +56,7 @@ def grouped(
     grouping = Grouping(uniform_layout(sets, pool.block_size), rule, interval)
     pages = pool.num_blocks * len(grouping.layout.groups)
     span = sets[-1].window
-    return replace(pool, num_blocks=pages, grouping=grouping, window=span and Window(span, chunked))
+    return replace(pool, num_blocks=pages, grouping=grouping, window=span and Sight(span, chunked))
 
 
 def assert_same_groups(
