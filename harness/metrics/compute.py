@@ -281,6 +281,46 @@ def compute_metrics(log: RunLog) -> dict[str, float]:
     )
 
 
+_MOST_TENANTS = 20  # by their prompt tokens; all others together are `OTHERS`
+OTHERS = "(others)"
+
+
+def by_tenant(log: RunLog, tenant_of: Mapping[int, str]) -> dict[str, dict[str, float]]:
+    """What each tenant asks for and gets, the largest first; empty where there are fewer than two, or no rows.
+
+    `hit_ratio` is hit tokens / prompt tokens of the scheduled requests, `waiting_mean` seconds from arrival until they
+    are scheduled first. `occupancy` is the share of the pool over the span that the finished requests ask for: prompt
+    and half of the output, from first schedule to end; a block that several share counts for each.
+    """
+    rows = as_floats(log.requests)
+    names = np.array([tenant_of.get(int(each), "") for each in rows["request_id"]])
+    sizes = {name: float(rows["prompt_tokens"][names == name].sum()) for name in np.unique(names)}
+    largest = sorted(sizes, key=lambda name: -sizes[name])
+    groups = [(str(name) or "(none)", names == name) for name in largest[:_MOST_TENANTS]]
+    if rest := largest[_MOST_TENANTS:]:
+        groups.append((OTHERS, np.isin(names, rest)))
+    if len(groups) < 2:
+        return {}
+    found = {}
+    for name, own in groups:
+        scheduled = own & np.isfinite(rows["first_scheduled_s"])
+        ended = scheduled & np.isfinite(rows["finish_s"])
+        asked = rows["prompt_tokens"][scheduled].sum()
+        held = rows["prompt_tokens"] + rows["output_tokens"] * rows["width"] / 2
+        held_s = (held * (rows["finish_s"] - rows["first_scheduled_s"]))[ended].sum()
+        waits = (rows["first_scheduled_s"] - rows["arrival_s"])[scheduled]
+        found[name] = {
+            "requests": float(own.sum()),
+            "prompt_tokens": sizes.get(name, float(rows["prompt_tokens"][own].sum())),
+            "hit_ratio": float(rows["hit_tokens"][scheduled].sum() / asked) if asked else 0.0,
+            "waiting_mean": float(waits.mean()) if len(waits) else 0.0,
+            "occupancy": float(held_s / (log.capacity_slots * log.replicas * log.span_s))
+            if log.span_s
+            else 0.0,
+        }
+    return found
+
+
 def metrics_of_totals(
     totals: Totals,
     samples: Mapping[str, Samples],

@@ -110,6 +110,7 @@ class PointRecord:
     outcome: Section = field(default_factory=dict)
     analytic: Mapping[str, float] = field(default_factory=dict)
     simulated: Mapping[str, float] = field(default_factory=dict)
+    tenants: Section = field(default_factory=dict)  # of each side, where there are several (`by_tenant`)
     measured: Section = field(default_factory=dict)  # metrics of each of `runs`, their `median` and `spread`
     comparison: Sequence[MetricRow] = ()
     levels: Section = field(default_factory=dict)
@@ -125,6 +126,8 @@ class PointRecord:
         values = {name: getattr(self, name) for name in _NAMES}
         if not self.digest:
             del values["digest"]
+        if not self.tenants:
+            del values["tenants"]
         if not self.measured:
             del values["pace"]
         lists = {name: list(values[name]) for name in _LISTS}

@@ -9,7 +9,7 @@ import numpy as np
 from engine.core.options import CachePolicy, Decoding
 from harness.environment import engine_code, environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
-from harness.metrics.compute import compute_metrics
+from harness.metrics.compute import by_tenant, compute_metrics
 from harness.metrics.log import RunLog
 from harness.metrics.record import PointRecord, compare
 from harness.point.error_levels import error_levels
@@ -68,6 +68,7 @@ def make_record(
         },
         analytic=analytic,
         simulated=simulated.metrics,
+        tenants=_tenants(point, simulated.log, runs),
         measured={
             "runs": [dict(run) for run in measured],
             "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
@@ -84,6 +85,15 @@ def make_record(
         oracle=oracle or {},
         pace=pace or {},
     )
+
+
+def _tenants(point: Point, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
+    """What tenants get on each side, of the first measured run; empty where there are fewer than two."""
+    tenant_of = {row.request_id: row.salt for row in point.trace.requests}
+    if len(set(tenant_of.values())) < 2 or not len(simulated.requests["request_id"]):
+        return {}
+    logs = {"simulated": simulated} | ({"measured": runs[0].log} if runs else {})
+    return {side: by_tenant(log, tenant_of) for side, log in logs.items()}
 
 
 def _pool_section(point: Point) -> dict[str, Any]:

@@ -350,6 +350,8 @@ def _memory_text(study: Study) -> list[str]:
 def _table_section(study: Study, axes: Axes) -> Section:
     like = reference(study.records, axes, "middle")
     detail = [tables.detail_table(like)] if like else []
+    if like and (tenants := tables.tenants_table(like)):
+        detail.append(tenants)
     return Section(
         "tables",
         "Every number",

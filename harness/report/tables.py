@@ -216,6 +216,24 @@ def detail_table(record: PointRecord) -> Table:
     )
 
 
+def tenants_table(record: PointRecord) -> Table | None:
+    """What each tenant asks for and gets, on each side; None where a point has no tenants."""
+    head = ["tenant", "side", "requests", "prompt tokens", "hit ratio", "waiting, mean", "occupancy"]
+    rows = [
+        [
+            *(name, side, f"{one['requests']:,.0f}", f"{one['prompt_tokens']:,.0f}"),
+            *(
+                f"{100 * one['hit_ratio']:.3g} %",
+                f"{one['waiting_mean']:.3g} s",
+                f"{100 * one['occupancy']:.3g} %",
+            ),
+        ]
+        for side, found in record.tenants.items()
+        for name, one in found.items()
+    ]
+    return Table(head, rows, words=2, title=f"Tenants at {record.point_label}") if rows else None
+
+
 def failures_table(study: Study) -> Table:
     """Failed points, with the file of the traceback relative to the store."""
     rows = [[failure.label, failure.message, failure.path] for failure in study.failures]

@@ -17,7 +17,7 @@ from engine.core.options import GroupKind
 from engine.core.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made whenever a table is released
 class Released:
     """A table whose blocks are released: `blocks` from its entry `first` on, of `request` (None where not known)."""
 

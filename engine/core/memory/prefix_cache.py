@@ -119,8 +119,6 @@ class PrefixCache:
     def find(self, group: Group, asked: int) -> tuple[list[int], BlockHash | None]:
         """The longest cached prefix in the first `asked` blocks, and the first hash that missed. Changes nothing."""
         hashes = self.names(group)
-        if not self.serves(group.request):
-            return [], None
         hits = self._pool.find(hashes[:asked])
         if len(hits) < min(asked, len(hashes)):
             return hits, hashes[len(hits)]

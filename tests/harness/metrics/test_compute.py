@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from harness.metrics import METRICS
-from harness.metrics.compute import compute_metrics
+from harness.metrics.compute import OTHERS, by_tenant, compute_metrics
 from harness.metrics.log import SLOT_STATES, RunLog, RunLogError
 
 ONE_REQUEST = {
@@ -197,3 +197,35 @@ def test_littles_law_holds_where_arrivals_fall_on_steps(make_log, stays):
     figures = compute_metrics(make_log(steps=steps, requests=requests, span=float(end)))
     in_system = (figures["running_mean"] + figures["waiting_mean"]) * figures["busy_share"]
     assert in_system == pytest.approx(figures["request_throughput"] * figures["e2e_mean"])
+
+
+def test_tenants_are_told_apart_and_one_alone_is_not(make_log):
+    requests = {
+        "request_id": [0, 1, 2, 3],
+        "arrival_s": [0, 0, 1, 1],
+        "first_scheduled_s": [1, 0, 2, math.nan],
+        "finish_s": [3, 2, 4, math.nan],
+        "prompt_tokens": [20, 50, 20, 30],
+        "output_tokens": [4, 4, 4, 4],
+        "width": [1, 1, 1, 1],
+        "hit_tokens": [0, 5, 16, 0],
+    }
+    log = make_log(requests=requests)
+    found = by_tenant(log, {0: "b", 1: "a", 2: "b", 3: "a"})
+    assert list(found) == ["a", "b"]
+    assert found["a"]["hit_ratio"] == 0.1
+    assert found["b"] == {
+        "requests": 2.0,
+        "prompt_tokens": 40.0,
+        "hit_ratio": 0.4,
+        "waiting_mean": 1.0,
+        "occupancy": pytest.approx(2 * (20 + 2) * 2.0 / (100 * 10)),
+    }
+    assert by_tenant(log, {}) == {}
+
+
+def test_the_smallest_of_many_tenants_are_taken_together(make_log):
+    requests = {"request_id": list(range(25)), "prompt_tokens": [100 - rid for rid in range(25)]}
+    found = by_tenant(make_log(requests=requests), {rid: f"t{rid}" for rid in range(25)})
+    assert list(found) == [*(f"t{rid}" for rid in range(20)), OTHERS]
+    assert (found[OTHERS]["requests"], found[OTHERS]["prompt_tokens"]) == (5, 80 + 79 + 78 + 77 + 76)
