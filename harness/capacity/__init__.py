@@ -117,8 +117,8 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
 class CapacityAnswer:
     """The result of a search: the value with its interval, or the reason why there is none.
 
-    `band` holds the answer at both ends of what the cost model assumes; None: its error is not known. `good` and `bad`
-    are the trials on both sides of the edge of the first seed.
+    `band` holds the answer at both ends of what is left open of the device; None: its error is not known. `good` and
+    `bad` are the trials on both sides of the edge of the first seed.
     """
 
     question: str
@@ -175,7 +175,7 @@ _HALVINGS = 3  # of that range, so that an end is known within 12 %
 
 
 def _band(case: LoadCase, rate: float, changes: Changes) -> tuple[float, float] | None:
-    """Rates between which the highest one lies, by the slow and the fast end of what the cost model assumes."""
+    """Rates between which the highest one lies, by the slow and the fast end of what is left open of the device."""
     if not case.has_ends:
         return None
     ends = []

@@ -2,7 +2,8 @@
 
 Every answer comes from trials of a `LoadCase`, and from exact counts over its trace. Flags come from a search: each is
 tried alone at the rate that breaks the SLO, in the busiest window of the requests. Those that help are tried together
-on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps its value.
+on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps its value. The rule of
+headroom: flags must hold up to the highest rate, not at that of the trace, so the ratio of both is what they have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -138,6 +139,7 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     if answer.bad is not None:
         advice.answers.append(breaks_first(case, answer.bad))
     advice.answers.append(matters(advice.effects))
+    advice.answers.append(_headroom(case, answer, replicas[0]))
     advice.config = replaced(case.config, {**changes, "device.data_parallel": replicas[0]})
 
 
@@ -174,7 +176,11 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
     text = f"The SLO ({goals(case.slo)}) holds up to {rate:.3g} requests/s"
     if answer.band is not None:
         low, high = answer.band
-        text += f" ({low:.3g} to {high:.3g} by what the cost model assumes of the device)"
+        fitted = case.config.device.fitted_from is not None
+        leaves = (
+            "the log of the device's fit leaves open" if fitted else "the cost model assumes of the device"
+        )
+        text += f" ({low:.3g} to {high:.3g} by what {leaves})"
     compared = f"{rate / own:.2g} times the {own:.3g} requests/s of the trace" if own else ""
     return f"{text}, {compared}." if compared else f"{text}."
 
@@ -223,6 +229,16 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
             return count, f"{text} ({count} replicas), which was tried."
     return now, (
         f"For the {asked:.3g} requests/s of the trace not even {_gpus(count * each, device.name)} do: {trial.why()}."
+    )
+
+
+def _headroom(case: LoadCase, answer: CapacityAnswer, replicas: int) -> str:
+    assert answer.value is not None
+    rate, device = answer.value.mean, case.config.device
+    spare = rate * replicas / device.data_parallel / (case.rate or rate)
+    return (
+        f"Headroom: the flags are those that hold at {rate:.3g} requests/s, with the replicas named here {spare:.2g} "
+        "times the rate of the trace; none is a peak that was seen."
     )
 
 

@@ -28,7 +28,9 @@ from harness.config.schema import (
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.metrics.log import RunLog
+from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
+from harness.replay.cost_model import CostModel
 from harness.workload.point import NEVER_FITS, TOO_LONG, Point, resolve
 from harness.workload.simulate import obstacle, predict
 from harness.workload.trace import reshaped_trace, retimed
@@ -100,7 +102,7 @@ class Trial:
     """The result of one candidate under one seed. `changes` are its settings by key, beside those of the case.
 
     `growth` is the share of the arriving requests by which the number in the server grows; 0: it does not. `end` is the
-    end of what the cost model assumes: slow, fast, or empty for neither.
+    end of what the device's description or fit leaves open: slow, fast, or empty for neither.
     """
 
     rate: float | None
@@ -288,7 +290,32 @@ class LoadCase:
         if self.served is None:
             return False
         deployment = self.served.deployment
-        return at_end(deployment, cost_model(deployment), fastest=True) is not None
+        assumed = at_end(deployment, cost_model(deployment), fastest=True)
+        return assumed is not None or bool(possible_devices(deployment))
+
+    @cached_property
+    def _fitted_ends(self) -> Mapping[str, int]:
+        """The places of the slowest and of the fastest of the devices that the log of a fit allows.
+
+        They are ordered by the figure of the SLO that is worst in the busiest requests, as these come.
+        """
+        assert self.served is not None
+        point = self.served.of_trace(busiest_window(self.trace))
+        shares = []
+        for device in possible_devices(point.deployment):
+            deployment = replace(point.deployment, device=device)
+            found = predict(replace(point, deployment=deployment), cost_model(deployment), rows=False).metrics
+            shares.append(max(goal.share(found) for goal in self.slo))
+        return {"slow": int(np.argmax(shares)), "fast": int(np.argmin(shares))}
+
+    def _at_end(self, point: Point, cost: CostModel, end: str) -> tuple[Point, CostModel]:
+        """The point and its prices at the slow or fast end of what its device's description or fit leaves open."""
+        assumed = at_end(point.deployment, cost, end == "fast")
+        if assumed is not None or not self.has_ends:
+            return point, assumed or cost
+        device = possible_devices(point.deployment)[self._fitted_ends[end]]
+        deployment = replace(point.deployment, device=device)
+        return replace(point, deployment=deployment), cost_model(deployment)
 
     def anew(self) -> "LoadCase":
         """The same without trials, for another process."""
@@ -308,7 +335,7 @@ class LoadCase:
         """Simulate one candidate. None leaves the rate as it is.
 
         With `busiest` only the window with the most tokens a second is simulated. `end` takes the fast or slow
-        end of what the cost model assumes. A request that fits the case and not these settings breaks the SLO.
+        end of what is left open of the device. A request that fits the case and not these settings breaks the SLO.
 
         Raises:
             ConfigError: a setting is not allowed.
@@ -382,7 +409,7 @@ class LoadCase:
         if len(self.trace.requests) >= _WORTH_COMPILING and obstacle(point, cost) is None:
             point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
         if end:
-            cost = at_end(point.deployment, cost, end == "fast") or cost
+            point, cost = self._at_end(point, cost, end)
         found = predict(point, cost, rows=True)
         grows = 0.0 if self.held_back else growth(found.log)
         broken = broken_goals(self.slo, found.metrics)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from engine.core.options import GroupPages
+from harness.capacity import highest_rate
 from harness.capacity.advice import Advice, advise
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
@@ -72,6 +73,21 @@ def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path:
     replayed = [case.run({"cache.pool_tokens": 512 * blocks}).metrics["hit_tokens"] for blocks in pools]
     assert replayed == [profile.hit_tokens(blocks) for blocks in pools]
     assert len(set(replayed)) > 3
+
+
+def test_a_fitted_device_has_bounds_from_what_its_log_leaves_open(tmp_path: Path) -> None:
+    file = write(tmp_path, 0, 400, 60, 60, 0.05)
+
+    def band(fits: str) -> tuple[float, float]:
+        case = case_of(file, "device.fitted_from=a log", f"device.fits='{fits}'")
+        answer = highest_rate(case, 1, 0.05, lambda _: None)
+        assert answer.band is not None
+        assert answer.value is not None
+        assert answer.band[0] <= answer.value.mean <= answer.band[1]
+        return answer.band
+
+    narrow, wide = band("compute_efficiency=0.64,0.65,0.66"), band("compute_efficiency=0.35,0.65,0.9")
+    assert wide[1] / wide[0] > narrow[1] / narrow[0]
 
 
 def test_three_requests_give_no_advice(tmp_path: Path) -> None:
