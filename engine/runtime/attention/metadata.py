@@ -138,8 +138,51 @@ def share_step(
     return SharedStep(sort_groups(shared, lens, ids), own, rest)
 
 
+MOST_QUERIES = 64  # of a row whose keys are cut into parts; longer chunks fill a device by their queries
+
+
+class ShortRows(NamedTuple):
+    """Rows of few queries as a cascade: the queries of a row share its context, and each has the last keys of its own.
+
+    Drafts that are verified and ends of chunks are such rows. A tile packs the queries and heads of a row, and its keys
+    are cut into parts, where the prefill kernel would have one program read them all.
+    """
+
+    places: torch.Tensor  # int64 [queries], in the flat batch
+    step: SharedStep
+
+
+def short_rows(prefills: Sequence[PrefillRow], block_size: int, device: torch.device) -> ShortRows:
+    """Prepare rows of a step. The whole blocks before a row's first query are what its queries share."""
+    queries = np.array([row.queries for row in prefills])
+    contexts = np.array([row.length - row.queries for row in prefills])
+    shared = contexts // block_size
+    group = np.repeat(np.arange(len(prefills)), queries)
+    number = np.concatenate([np.arange(count) for count in queries])
+    lengths = contexts[group] + number + 1 - shared[group] * block_size
+    own = _stacked([row.table[blocks:] for row, blocks in zip(prefills, shared, strict=True)])[group]
+    prefixes = _stacked([row.table[:blocks] for row, blocks in zip(prefills, shared, strict=True)])
+    from paged_kernels.triton.cascade import sort_groups
+
+    lens, rest, ids = (_int32(each, device) for each in (shared * block_size, lengths, group))
+    places = np.array([row.start for row in prefills])[group] + number
+    groups = sort_groups(_int32(prefixes, device), lens, ids)
+    return ShortRows(torch.from_numpy(places).to(device), SharedStep(groups, _int32(own, device), rest))
+
+
+class _Chunks(NamedTuple):
+    """Prefill rows on the device: tables, lengths, bounds of their queries, and the most queries of a row."""
+
+    tables: torch.Tensor
+    lengths: torch.Tensor
+    bounds: torch.Tensor
+    queries: int
+
+
 class TritonMetadata:
     """Attention by Triton: all decode rows in one launch (a cascade takes a few), all prefill rows in another.
+
+    Rows of a few queries over long contexts are a cascade too (`ShortRows`), if the launch policy cuts them.
 
     Tables and lengths are copied to the device once per step. The host knows the lengths, so it decides where one part
     per row is enough. Otherwise the device chooses the number of parts, because every fixed number would be one more
@@ -162,12 +205,9 @@ class TritonMetadata:
         self._parts = PartsOfStep()
         self._tables = _int32(_widened(layout.tables), pool.device)
         self._lengths = _int32(layout.lengths, pool.device)
-        prefills = layout.prefills
-        self._queries = max((row.queries for row in prefills), default=0)
-        self._prefill_tables = _int32(_stacked([row.table for row in prefills]), pool.device)
-        self._prefill_lengths = _int32(np.array([row.length for row in prefills]), pool.device)
-        ends = [row.start + row.queries for row in prefills]
-        self._bounds = _int32(np.array([len(layout.lengths), *ends]), pool.device)
+        self._chunks = self._chunks_of(layout.prefills)
+        self._short: ShortRows | None = None
+        self._cuts: dict[tuple[int, ...], int] = {}
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
@@ -176,9 +216,59 @@ class TritonMetadata:
         rows = slice(0, len(self._layout.lengths))
         if rows.stop:
             self._decode(q[rows], keys, values, scoring, out[rows])
-        if self._queries:
-            spans = (self._prefill_tables, self._prefill_lengths, self._bounds, self._queries)
-            self._run_prefill(PagedBatch(q, keys, values, *spans), scoring, out)
+        if not self._chunks.queries:
+            return
+        if parts := self._parts_of_chunks(q, keys, values, scoring.window):
+            self._verify(parts, q, keys, values, scoring, out)
+        else:
+            self._run_prefill(PagedBatch(q, keys, values, *self._chunks), scoring, out)
+
+    def _chunks_of(self, prefills: Sequence[PrefillRow]) -> _Chunks:
+        device = self._pool.device
+        ends = [row.start + row.queries for row in prefills]
+        return _Chunks(
+            _int32(_stacked([row.table for row in prefills]), device),
+            _int32(np.array([row.length for row in prefills]), device),
+            _int32(np.array([len(self._layout.lengths), *ends]), device),
+            max((row.queries for row in prefills), default=0),
+        )
+
+    def _parts_of_chunks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> int:
+        """Parts of the longest context if the launch policy cuts it, found once for all layers of one kind; else 0.
+
+        All chunks of a step must be short: beside a long one the device is full.
+        """
+        rows = self._layout.prefills
+        longest = max(row.length for row in rows)
+        if self._chunks.queries > MOST_QUERIES or 0 < window < longest:
+            return 0
+        kind = (q.shape[1], *keys.shape[1:], values.shape[3])
+        if kind not in self._cuts:
+            from paged_kernels.triton.cascade import pick_verify_splits
+
+            contexts = [row.length - row.queries for row in rows]
+            self._cuts[kind] = pick_verify_splits(contexts, [row.queries for row in rows], q, keys, values)
+        return self._cuts[kind]
+
+    def _verify(
+        self,
+        parts: int,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+        out: torch.Tensor,
+    ) -> None:
+        """The chunks as a cascade of `parts` parts."""
+        if self._short is None:
+            self._short = short_rows(self._layout.prefills, self._pool.block_size, self._pool.device)
+        places, step = self._short
+        found = out.new_empty(len(places), *out.shape[1:])
+        self._run_cascade(
+            q[places], keys, values, *step, scoring, found,
+            workspace=self._workspace, prefix_splits=parts, parts=self._parts,
+        )  # fmt: skip
+        out[places] = found
 
     def _is_cut(self, window: int) -> bool:
         """Whether a window hides keys of a row: then little of a shared prefix is read, and no cascade is worth it."""

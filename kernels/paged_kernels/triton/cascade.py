@@ -9,22 +9,26 @@ with the parts of the sequences' own keys.
 # mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from paged_kernels.launch_policy import SPLIT_TOKENS
+from paged_kernels.launch_policy import SPLIT_TOKENS, parts_of_rows
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
+    MAX_ROWS,
     PartsOfStep,
     item_of_program,
     launch_combine,
     launch_decode,
     or_any,
     prepare_launch,
+    shape_of,
 )
 from paged_kernels.triton.launch import (
     capability_of,
@@ -32,6 +36,7 @@ from paged_kernels.triton.launch import (
     multiprocessors,
     prefix_config,
     prefix_constants,
+    room_of,
     tokens_of,
 )
 from paged_kernels.triton.prefill import tile_of_rows
@@ -154,6 +159,30 @@ def run_cascade(
     )  # fmt: skip
     launch_decode(launch, out, sums, direct=False)
     launch_combine(launch, out, sums, (part, part_lse, shared.group_ids), splits)
+
+
+def pick_verify_splits(
+    contexts: Sequence[int],
+    queries: Sequence[int],
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+) -> int:
+    """Parts of each row's context for rows of some `queries`, by the launch policy; 0 if it leaves them whole.
+
+    A power of two, as below. Rows that share a tile of queries read their keys once.
+    """
+    shape, total = shape_of(q, key_cache, value_cache), sum(queries)
+    if total > MAX_ROWS or min(contexts) < key_cache.shape[1]:
+        return 0
+    config = prefix_config(shape, total, capability_of(q.device))
+    tokens = tokens_of(shape, config)
+    room = room_of(shape, q.device)._replace(
+        programs=shape.kv_heads * chunks_of(shape, config), tile=config.tile
+    )
+    tiles = np.repeat(contexts, [-(-count // tokens) for count in queries])
+    parts = int(parts_of_rows(tiles, room).max())
+    return min(MAX_SPLITS, 1 << (parts - 1).bit_length()) if parts > 1 else 0
 
 
 MAX_SPLITS = 32  # of a prefix

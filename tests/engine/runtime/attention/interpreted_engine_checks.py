@@ -5,10 +5,12 @@ pass through the interpreter takes about a second.
 """
 
 import functools
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from interpreted_cases import cut_short_rows, spec_of
 from tiers import cases, tier
 
 from engine.core.memory.paged import PagedManager
@@ -21,8 +23,9 @@ from engine.runtime.graphs import EagerRecorder, GraphOptions
 from engine.runtime.models.load import load_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
-from paged_kernels import WorkspaceError
+from paged_kernels import Workspace, WorkspaceError
 from paged_kernels.cascade_groups import CascadeCost
+from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton import cascade as triton_cascade
 from paged_kernels.triton import decode as triton_decode
@@ -147,6 +150,65 @@ def test_all_layers_share_one_plan(cascades, monkeypatch):
     monkeypatch.setattr(cascading, "find_cascade_groups", lambda *a, **k: plans.append(1) or plan(*a, **k))
     serve([[*PREFIX, 20]], "triton", width=2)
     assert len(cascades) == SHAPE["layers"] * len(plans)
+
+
+def short_chunks(monkeypatch, lengths, queries, **options):
+    """Chunks of a few queries through the engine's metadata: output, that of float64, and the cascades that ran."""
+    cut_short_rows(monkeypatch)
+    case = build_case(spec_of(lengths, queries, **options))
+    starts = np.cumsum([0, *queries])
+    rows = zip(case.block_table.numpy().astype(np.int64), starts, queries, lengths, strict=False)
+    chunks = [
+        kernels.PrefillRow(table[: -(-length // case.block_size)], int(start), count, length)
+        for table, start, count, length in rows
+    ]
+    layout = kernels.StepLayout(np.zeros((0, 1), dtype=np.int64), np.zeros(0, dtype=np.int64), chunks)
+    pool = SimpleNamespace(block_size=case.block_size, device=case.device)
+    out = case.q.new_full((*case.q.shape[:2], case.value_cache.shape[3]), float("nan"))
+    step = kernels.TritonMetadata(layout, pool, Workspace())
+    step.attend(case.q, case.key_cache, case.value_cache, case.scoring, out)
+    return out, exact_attention(case)[0]
+
+
+@cases(
+    "options",
+    [
+        {},
+        {"softcap": 2.0, "sinks": True},
+        {"alibi": True},
+        {"window": 1000},
+        {"dtype": torch.bfloat16},
+        {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
+        {"block_size": 1},
+        {"block_size": 48},
+        {"heads": 7, "kv_heads": 1},
+        {"dv": 32},
+    ],
+    day=({"softcap": 2.0, "sinks": True},),
+)
+@cases(
+    ("lengths", "queries"),
+    [
+        ((150, 135, 190), (3, 7, 2)),
+        ((300,), (5,)),
+        ((129, 130), (1, 9)),
+        ((192,), (64,)),
+        ((261,), (3,)),
+    ],
+    day=(((150, 135, 190), (3, 7, 2)),),
+)
+def test_a_few_queries_over_a_long_context_read_it_in_parts(monkeypatch, cascades, lengths, queries, options):
+    options = {"block_size": 16, **options}
+    out, exact = short_chunks(monkeypatch, lengths, queries, **options)
+    assert relative_error(out, exact) < TOLERANCE[options.get("dtype", torch.float32)]
+    if options.get("kv_dtype") is None:  # tiles of 8-bit keys are longer, and some contexts have one
+        assert cascades == [(sum(queries), len(queries))]
+
+
+def test_a_window_that_hides_context_leaves_short_chunks_to_the_prefill(monkeypatch, cascades):
+    out, exact = short_chunks(monkeypatch, (150, 135), (3, 7), block_size=16, window=40)
+    assert relative_error(out, exact) < TOLERANCE[torch.float32]
+    assert cascades == []
 
 
 def test_a_window_that_hides_the_prefix_keeps_the_batch_flat():
