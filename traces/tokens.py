@@ -33,6 +33,18 @@ def token_ids(request: TraceRequest, *, seed: int, vocab_size: int, first_id: in
     return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
 
+def answer_ids(
+    request: TraceRequest, *, seed: int, vocab_size: int, first_id: int
+) -> npt.NDArray[np.int64] | None:
+    """The ids of the answer that later prompts may hold, shape [output_tokens]; None where they cannot find it.
+
+    That is where the trace names no answer, or the prompt has text that is in no other.
+    """
+    if request.output_key is None or any(key is None for key, _ in request.segments):
+        return None
+    return segment_ids((seed, request.output_key), request.output_tokens, vocab_size, first_id)
+
+
 def segment_ids(stream: tuple[int, int], count: int, vocab_size: int, first_id: int) -> npt.NDArray[np.int64]:
     """`count` ids of a stream. Multiply and shift scales the upper half of each word; its bias is negligible."""
     scaled = (words(*stream, count) >> _LOW) * np.uint64(vocab_size - first_id) >> _LOW

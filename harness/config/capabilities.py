@@ -123,7 +123,6 @@ def _if(wanted: bool, value: Any) -> Any:
 _OWN = "a policy of your own runs in Python alone"
 _ROWS = "such a run keeps no rows"
 _NO_CACHE = "there is no prefix cache"
-_ALONE = "only the prediction has it"
 _UNKNOWN = "requests for beams are none of the trace, and it does not know them"
 _ONE = "it serves one replica"
 _BY_REQUEST = (Eviction.ttl, Eviction.priority, Eviction.superseded)  # rules that look at the request
@@ -335,8 +334,13 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.answers",
         lambda a: a.cache.answers or None,
-        {Way.measured: _ALONE, Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
-         Way.compiled: "later prompts find the blocks of answers"},
+        {Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
+         Way.compiled: "later prompts find the blocks of answers", Way.vllm: "vLLM answers as its model does"},
+    ),
+    Capability(
+        "cache.answers",
+        lambda a: (a.cache.answers and (a.several or a.drafts)) or None,
+        {Way.measured: "the engine is told the answers of single sequences without drafts alone"},
     ),
     Capability(
         "replay.optimum",

@@ -255,7 +255,7 @@ class CacheConfig:
     tier_eviction: Eviction = Eviction.lru  # their rule, as of cache.eviction
     tier_load: TierLoad = TierLoad.always  # or where reading takes less time than computing
     tier_overlap: bool = False  # read while the step computes, not before it
-    answers: bool = False  # later prompts find the answers that the trace names (output_key); predicted alone
+    answers: bool = False  # later prompts find the answers that the trace names (output_key)
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
     groups: GroupPages = GroupPages.off  # how layers that keep different things share the memory

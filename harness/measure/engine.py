@@ -2,13 +2,14 @@
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 
 from engine.core.identity import TokenIdentity
-from engine.core.options import Decoding
+from engine.core.options import Decoding, HashAlgorithm
+from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
@@ -27,7 +28,8 @@ from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import Observe, new_log, replay_point
-from traces.tokens import token_ids
+from traces.tokens import answer_ids, token_ids
+from traces.trace import TraceRequest
 
 _WARM_UP = 6  # requests
 
@@ -82,15 +84,17 @@ def measure(
     loaded = runner.loaded
     ids = {"seed": workload.seed, "vocab_size": loaded.vocab_size, "first_id": loaded.first_token_id}
     prompts = {row.request_id: token_ids(row, **ids) for row in workload.trace.requests}
-    requests = point.requests(
-        lambda row: TokenIdentity(row.request_id, prompts[row.request_id], row.salt, algorithm=algorithm)
-    )
+    answers = {
+        row.request_id: answer_ids(row, **ids) for row in workload.trace.requests if deployment.cache.answers
+    }
+    requests = point.requests(lambda row: _identity(row, prompts, answers, algorithm))
     salts = {row.request_id: row.salt for row in workload.trace.requests}
     beams = (workload.client_stride, runner, prompts, salts, algorithm)
     client = TokenBeams(*beams) if workload.resubmits else None
     for timed in requests:
         if client is None or timed.request.decoding is not Decoding.beam:
             runner.add(timed.request, prompts[timed.request.request_id])
+            runner.generation(timed.request.request_id).forced = answers.get(timed.request.request_id)
     yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
     with _no_collection():
         executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
@@ -108,6 +112,24 @@ def measure(
     log = kept.log(**beside)
     log = same.as_measured(log) if same else log
     return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
+
+
+def _identity(
+    row: TraceRequest,
+    prompts: Mapping[int, IntArray],
+    answers: Mapping[int, IntArray | None],
+    algorithm: HashAlgorithm,
+) -> TokenIdentity:
+    """Hashes of the ids of the prompt, and of the answer that is forced, which are known from the start."""
+    answer = answers.get(row.request_id)
+    made = TokenIdentity(
+        *(row.request_id, prompts[row.request_id], row.salt),
+        algorithm=algorithm,
+        share_outputs=answer is not None,
+    )
+    if answer is not None:
+        made.extend(0, answer.tolist())
+    return made
 
 
 def _runner(point: Point, seed: int, clock: Callable[[], float]) -> Runner:

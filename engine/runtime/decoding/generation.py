@@ -190,6 +190,7 @@ class Generation:
     """Token ids `[width, prompt + output]` of one request. The first `known[branch]` ids of a branch are valid.
 
     `ends[branch]` is the number of generated tokens including the end token, or None while the branch goes on.
+    With `forced`, ids `[output]`, these stand in the place of what is chosen, for replays that say what was answered.
     `reparent` reorders beam hypotheses; `search` keeps the finished ones.
     """
 
@@ -203,6 +204,7 @@ class Generation:
         self.tokens = np.zeros((request.width, request.most_kv_tokens + 1), dtype=np.int64)
         self.tokens[:, : request.prompt_tokens] = prompt_ids
         self.known = [request.prompt_tokens] * request.width
+        self.forced: IntArray | None = None
         self.ends: list[int | None] = [None] * request.width
         self.proposed: list[int] = []  # draft tokens of the current step, after the last known token
         # from the second token on, where the rules ask for them
@@ -241,6 +243,8 @@ class Generation:
                 f"request {self.request.request_id} branch {branch}: sampled position {position}, "
                 f"the next one is {self.known[branch]} of {most}"
             )
+        if self.forced is not None:
+            token = int(self.forced[position - self.request.prompt_tokens])
         self.tokens[branch, position] = token
         self.known[branch] = position + 1
         if token in self.rules.end_ids and self.ends[branch] is None and self.search is None:

@@ -10,7 +10,7 @@ from point_cases import small_config, with_trace
 from harness.cli.main import main
 from harness.config.compose import normalise
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, ReplayMode, RunConfig, TraceFormat
+from harness.config.schema import CostKind, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.point import check_point, run_point
 from harness.report import verdict_lines
 from harness.store.commit import commit_point
@@ -56,6 +56,23 @@ def test_conversations_are_measured_turn_after_turn(tmp_path: Path) -> None:
     record = run_point(config).record
     assert record.levels["counts"]["identical"]
     assert record.outcome["measured"]["finished"] == 12
+
+
+def test_answers_are_found_by_later_turns_on_both_sides(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.trace.format, config.trace.name = TraceFormat.generated, "chat"
+    config.workload.length_scale, config.workload.num_requests = 0.1, 16
+    config.cache.max_model_len, config.cache.pool_tokens, config.workload.oversize = 1024, 3000, Oversize.drop
+    config.replay.mode, config.cost.kind = ReplayMode.sessions, CostKind.roofline
+    without = run_point(config).record
+    config.cache.answers = True
+    record = run_point(config).record
+    assert record.levels["counts"]["identical"], record.levels["counts"]
+    assert (
+        record.simulated["hit_tokens"]
+        == record.measured["median"]["hit_tokens"]
+        > without.simulated["hit_tokens"]
+    )
 
 
 def test_a_deadline_leaves_unfinished_requests_in_the_outcome(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def test_answers_are_found_by_the_next_turn() -> None:
     [
         ("cache.eviction", ("cache.eviction=pin_all",)),
         ("cache.eviction", ("cache.eviction=pinned", "cache.groups=uniform")),
-        ("cache.answers", ("measure=true",)),
+        ("cache.answers", ("measure=true", "decoding=speculative")),
         ("cache.answers", ("cache.groups=uniform",)),
         ("replay.optimum", ("scheduler.order=a:B",)),
         ("replay.optimum", ("cache.prefix_caching=false",)),
