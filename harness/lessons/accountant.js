@@ -4,7 +4,7 @@ const ceil = (a, b) => Math.floor((a + b - 1) / b);
 const chunk = n => { let size = 1; while (size < n) size *= 2; return size; };
 
 function account({prompt, output}, {size, kvBytes, poolTokens, maxLen}) {
-  const tokens = prompt + output - 1;               // the last token is never fed back
+  const tokens = prompt + Math.max(output, 1) - 1;  // the last token is never fed back; the first comes with the prompt
   const blocks = ceil(tokens, size), poolBlocks = Math.floor(poolTokens / size);
   const guess = Math.max(tokens, Math.min(maxLen, prompt + chunk(output)));
   const fits = length => Math.floor(poolTokens / length);
@@ -32,7 +32,7 @@ function parse(text) {
   const rows = text.split("\n").map((line, i) => [line.trim(), i + 1]).filter(([line]) => line && !line.startsWith("#"));
   return rows.map(([line, number]) => {
     const [prompt, output, ...rest] = line.split(/[\s,;]+/).map(Number);
-    if (rest.length || ![prompt, output].every(n => Number.isInteger(n) && n >= 1 && n <= 1e7)) throw new Error(`line ${number}: "${line}" must be two whole numbers from 1 on, prompt and output tokens`);
+    if (rest.length || ![prompt, output].every(n => Number.isInteger(n) && n >= 0 && n <= 1e7) || !prompt) throw new Error(`line ${number}: "${line}" must be two whole numbers, prompt tokens from 1 on and output tokens from 0 on`);
     return {prompt, output};
   });
 }

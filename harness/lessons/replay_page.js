@@ -55,6 +55,7 @@ function draw() {
   el("when").textContent = other ? `${named(run)}: ${text}` : `S${text.slice(1)}`;
   if (other) el("when-other").textContent = `${named(other)}: ${paint(other, other.stepAt(run.times[step]), el("pool-other"))}`;
   el("step").value = step;
+  for (const one of document.querySelectorAll("[data-by]")) one.hidden = one.dataset.by !== el("colour").value;
 }
 function go(to) { step = Math.max(0, Math.min(run.steps - 1, to)); draw(); }
 function play() {

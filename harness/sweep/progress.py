@@ -7,7 +7,7 @@ were measured or not alike. The interval holds the scatter of the points about t
 fitted to (Student's t, 95 %). Where nothing was learned nothing is said: a guess would be taken for a measurement.
 The same fit groups points into jobs of Slurm, and says during a sweep what is left.
 
-Progress is one live line on a terminal, one line for each stage and each point everywhere else.
+Progress is one live line on a terminal, one line for each tenth of the work everywhere else.
 """
 
 import os
@@ -144,6 +144,11 @@ class TimeLeft:
         runs, repeats = self._runs.pop(point.fingerprint, 0), point.config.replay.repeats
         self._less(self._share(point) * (1 - runs / repeats if repeats else 1.0))
 
+    @property
+    def share(self) -> float:
+        """The share of the work that is done."""
+        return self._done / (self._done + self._left) if self._done + self._left else 1.0
+
     def _less(self, work: float) -> None:
         self._done, self._left, self._last = self._done + work, max(0.0, self._left - work), self._clock()
 
@@ -246,7 +251,9 @@ def _runs(config: Mapping[str, Any]) -> int:
     return 1 + repeats if config.get("measure") and isinstance(repeats, int) else 1
 
 
-WORTH_SAYING_S = 30  # of time left, on a line of a log
+WORTH_SAYING_S = 30  # of time that a sweep takes
+CALIBRATING = "calibrating"  # begins the phases that are no stage of a point
+_CALIBRATION_S = 60.0  # of the calibration before a first measured point, on a quiet machine
 _LEAST_COLUMNS_FOR_BAR = 60  # a narrower terminal gets no bar
 
 
@@ -348,43 +355,58 @@ class LiveReporter:
 
 
 class PlainReporter:
-    """One line for each point and each stage of a measured one, for logs and for terminals that cannot redraw."""
+    """A line for each tenth of the work, with what is left, for logs and for terminals that cannot redraw.
+
+    A calibration, which comes before the points that need it, has tenths of its own; every failure has a line.
+    """
 
     def __init__(self, total: int, done: int, console: Console, left: TimeLeft) -> None:
-        self._total, self._before, self._done = total, done, done
+        self._total, self._done = total, done
         self._console, self._left = console, left
-        self._numbers: dict[str, int] = {}  # of the points that have begun
-        self._label, self._phase = "", ""
+        self._tenth = self._calibrated = -1  # of the work, of the running calibration
+        self._begun = 0.0
 
     def starts(self, point: PlannedPoint) -> None:
-        """Remember the point for the lines of its stages."""
-        number = self._numbers.setdefault(point.fingerprint, self._before + len(self._numbers) + 1)
-        self._label, self._phase = f"[{number}/{self._total}] {point.label}", ""
+        """Say how long it will take, where earlier points tell."""
+        del point
+        self._tell()
 
     def request(self, phase: str, done: int, total: int) -> None:
-        """Print a line when a stage begins, with what is left of it."""
-        if phase != self._phase:
-            self._phase = phase
-            self._print(f"{self._label}  {phase}, {done:,} of {total:,}")
+        """Say how far a calibration is."""
+        if not phase.startswith(CALIBRATING) or not total:
+            return
+        if not done:
+            self._begun, self._calibrated = time.monotonic(), -1
+        tenth = 10 * done // total
+        if tenth > self._calibrated:
+            self._calibrated = tenth
+            left = (time.monotonic() - self._begun) * (total / done - 1) if done else _CALIBRATION_S
+            self._print(f"{CALIBRATING} the cost model: {done} of {total} cases, about {duration(left)} left")
 
     def ran(self, point: PlannedPoint) -> None:
         """Less time is left."""
         self._left.ran(point)
+        self._tell()
 
     def ends(self, point: PlannedPoint, failed: Failed | None) -> None:
-        """Print the point's line, and how long the rest will take if that is long."""
+        """One more point is done; a failure has a line."""
         self._left.ended(point)
         self._done += 1
-        outcome = "done" if failed is None else f"FAILED: {failed.error}"
-        self._print(f"[{self._done}/{self._total}] {point.label}  {outcome}{self._rest()}")
+        if failed is not None:
+            self._print(f"[{self._done}/{self._total}] {point.label}  FAILED: {failed.error}")
+        self._tell()
 
     def says(self, text: str) -> None:
         """Print the text as a line."""
         self._print(text)
 
-    def _rest(self) -> str:
-        seconds = self._left.seconds() or 0.0
-        return f"  (about {duration(seconds)} left)" if seconds >= WORTH_SAYING_S else ""
+    def _tell(self) -> None:
+        tenth, seconds = int(10 * self._left.share + 1e-9), self._left.seconds()
+        if seconds is None or tenth <= self._tenth:
+            return
+        self._tenth = tenth
+        rest = f", about {duration(seconds)} left" if tenth < 10 else ""
+        self._print(f"[{self._done}/{self._total}] {10 * tenth} % of the work done{rest}")
 
     def _print(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)

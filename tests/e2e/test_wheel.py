@@ -1,6 +1,7 @@
 """An installed wheel works from any directory, with its configuration inside."""
 
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -123,3 +124,81 @@ def test_traces_are_listed_from_the_wheel(python: Path, tmp_path: Path) -> None:
 def test_the_console_script_is_there(python: Path, tmp_path: Path) -> None:
     out = call(python.parent / "pagetwin", "--help", cwd=tmp_path, env=without_paths())
     assert "Predict a paged KV cache" in out
+
+
+@pytest.fixture(scope="module")
+def repository(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A fresh environment with `wheel[gate]` and all that it asks for, and the example as a repository of its own."""
+    place = tmp_path_factory.mktemp("stranger")
+    venv.create(place / "venv", with_pip=True)
+    python = place / "venv" / "bin" / "python"
+    for wanted in (
+        ["torch==2.13.0", "numpy<2.4"],
+        [f"{wheel}[gate]", "triton==3.6.0"],
+    ):  # that of the baseline
+        call(python, "-m", "pip", "install", "--quiet", *wanted, env=without_paths())
+    shutil.copytree(ROOT / "examples" / "own_kernel", place / "mine")
+    for words in (["init", "--quiet"], ["add", "."]):
+        call("git", *words, cwd=place / "mine")
+    return python, place / "mine"
+
+
+def gate(repository: tuple[Path, Path], *words: str, page: str = "") -> subprocess.CompletedProcess[str]:
+    python, folder = repository
+    environment = without_paths() | {"GITHUB_STEP_SUMMARY": page}
+    asked = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", "--gate", *words]
+    return subprocess.run(asked, capture_output=True, text=True, cwd=folder, env=environment, check=False)
+
+
+FIFTH = """
+    _rms_norm(x[: len(x) // 5], weight, eps)
+    return _rms_norm(x, weight, eps)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    return x"""
+GATHER = "    values = tl.gather(values.to(tl.float64) * 1.5, columns // 2, 0).to(tl.float32)\n    tl.store("
+PLANTED = {
+    "a fifth slower": ("kernel.py", "\n    return x", FIFTH, "of the baseline"),
+    "spills": ("test_kernel.py", '{"BLOCK": 4096}', '{"BLOCK": 32768}', "spills: "),
+    "half the warps": ("test_kernel.py", "num_warps=4", "num_warps=2", "instructions 288"),
+    "narrow loads": (
+        "test_kernel.py", 'aligned=("x", "weight", "out", "stride", "width")', "aligned=()", "16-byte loads 8 → 0",
+    ),
+    "shared memory that halves the resident programs": ("kernel.py", "    tl.store(", GATHER, "holds 9 → 4"),
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_planted_regression_of_a_strangers_repository_is_caught(
+    repository: tuple[Path, Path], planted: str
+) -> None:
+    name, before, after, said = PLANTED[planted]
+    file = repository[1] / name
+    text = file.read_text()
+    assert before in text
+    file.write_text(text.replace(before, after, 1))
+    done = gate(repository)
+    file.write_text(text)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert said in done.stdout
+
+
+@pytest.mark.nightly
+def test_an_unchanged_repository_passes_and_its_page_says_so(
+    repository: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for words in ((), ("-k", "kernel_takes"), ("--gate-changed",)):
+        done = gate(repository, *words, page=str(tmp_path / "page.md"))
+        assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "page.md").read_text()
+    assert page.count("## Regression gate: pass") == 3
+    assert "its file is the accepted one" in page
+
+
+@pytest.mark.nightly
+def test_without_its_baseline_a_strangers_repository_is_not_decided(repository: tuple[Path, Path]) -> None:
+    done = gate(repository, "--gate-baselines", "elsewhere")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "accept them with a reason" in done.stdout

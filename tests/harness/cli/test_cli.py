@@ -191,7 +191,7 @@ def test_a_long_sweep_says_at_its_start_how_long_it_will_take(cli: Cli, tmp_path
     words = ("measure=false", "workers=1", "workload.num_requests=100", "workload.seed=1,2")
     _, _, err = cli(*sweep(*words))
     assert "time: about 3 min with 1 worker" in err
-    assert "[1/2] workload.seed=1  done  (about " in err
+    assert "[1/2] 50 % of the work done, about " in err
 
 
 def test_points_that_are_the_same_run_are_said_to_be(cli: Cli) -> None:

@@ -16,8 +16,8 @@ from harness.papers.ledger import chosen, claims, judge
 CLAIMS = {claim.id: claim for claim in claims()}
 LESSONS = {"S0": 39, "S1": 20, "S2": 16, "S3": 24, "S4": 30}
 WRONG = """
-    S0.2 S0.4 S0.10 S0.14 S0.17 S0.21 S0.22 S0.23 S0.27 S0.29 S0.34 S0.36 S1.1 S1.10 S1.11 S1.12 S1.14 S1.16 S2.4 S2.7
-    S3.1 S3.2 S3.3 S3.9 S3.14 S3.18 S3.19 S3.21 S3.22 S4.6 S4.7 S4.16 S4.21 S4.23
+    S0.2 S0.4 S0.10 S0.14 S0.17 S0.21 S0.22 S0.23 S0.27 S0.34 S0.36 S1.1 S1.10 S1.11 S1.16 S2.4 S2.7
+    S3.1 S3.2 S3.3 S3.9 S3.14 S3.18 S3.19 S3.21 S3.22 S4.6 S4.7 S4.16 S4.21
 """
 
 
@@ -31,7 +31,7 @@ def test_every_claim_of_the_five_lessons_has_a_row() -> None:
     ]
 
 
-def test_34_claims_are_wrong() -> None:
+def test_30_claims_are_wrong() -> None:
     assert [claim.id for claim in claims() if claim.verdict == "wrong"] == WRONG.split()
 
 

@@ -1,9 +1,10 @@
-"""Where no line can be redrawn, each stage and each point has a line of its own, with what is left."""
+"""Where no line can be redrawn, each tenth of the work has a line, with what is left."""
 
 import io
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from rich.console import Console
 from harness import console
 from harness.config.schema import RunConfig, WorkloadConfig
 from harness.sweep.progress import (
+    Failed,
     LiveReporter,
     PlainReporter,
     TimeFit,
@@ -39,37 +41,46 @@ def screen(**options: Any) -> tuple[Console, io.StringIO]:
     return Console(file=text, width=200, **options), text
 
 
-def test_each_stage_of_a_point_has_one_line() -> None:
+def lines(points: int, ended: int, times: TimeModel = UNKNOWN, *, clock: Sequence[float] = ()) -> list[str]:
+    """What a sweep of equal points prints while the first of them end."""
     where, text = screen()
-    reporter = PlainReporter(4, 1, where, left(3))
-    reporter.starts(POINT)
-    for done in range(3):
-        reporter.request("calibrating: lone requests", done, 40)
-    for done in range(3):
-        reporter.request("measuring, run 1 of 3", done, 64)
-    reporter.ends(POINT, None)
-    assert text.getvalue().splitlines() == [
-        "[2/4] cache.block_size=8  calibrating: lone requests, 0 of 40",
-        "[2/4] cache.block_size=8  measuring, run 1 of 3, 0 of 64",
-        "[2/4] cache.block_size=8  done",
-    ]
+    reporter = PlainReporter(points, 0, where, left(points, times, shown=clock))
+    for _ in range(ended):
+        reporter.starts(POINT)
+        reporter.ends(POINT, None)
+    return text.getvalue().splitlines()
 
 
-def test_a_point_that_goes_on_after_others_keeps_its_number() -> None:
-    other: Any = SimpleNamespace(label="cache.block_size=16", config=CONFIG, fingerprint="16")
+def test_a_log_has_a_line_for_each_tenth() -> None:
+    found = [line.partition(",")[0] for line in lines(200, 200)]
+    assert found == [f"[{20 * tenth or 1}/200] {10 * tenth} % of the work done" for tenth in range(11)]
+
+
+def test_where_earlier_points_tell_the_first_line_is_an_estimate_from_the_start() -> None:
+    assert lines(100, 1, FIVE_SECONDS)[0] == "[0/100] 0 % of the work done, about 8 min left"
+
+
+def test_a_calibration_has_tenths_of_its_own_an_estimate_and_no_label_of_a_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = iter(range(0, 1000, 2)).__next__
+    monkeypatch.setattr("harness.sweep.progress.time", SimpleNamespace(monotonic=clock))
     where, text = screen()
-    reporter = PlainReporter(4, 1, where, left(3))
-    for number in (1, 2):
-        for point in (POINT, other):
-            reporter.starts(point)
-            reporter.request(f"measuring, run {number} of 2", 0, 64)
-            reporter.ran(point)
-    assert text.getvalue().splitlines() == [
-        "[2/4] cache.block_size=8  measuring, run 1 of 2, 0 of 64",
-        "[3/4] cache.block_size=16  measuring, run 1 of 2, 0 of 64",
-        "[2/4] cache.block_size=8  measuring, run 2 of 2, 0 of 64",
-        "[3/4] cache.block_size=16  measuring, run 2 of 2, 0 of 64",
+    reporter = PlainReporter(4, 0, where, left(4))
+    for done in range(41):
+        reporter.request(f"calibrating: case {done}", done, 40)
+    found = text.getvalue().splitlines()
+    assert found[:2] == [
+        "calibrating the cost model: 0 of 40 cases, about 60 s left",
+        "calibrating the cost model: 4 of 40 cases, about 18 s left",
     ]
+    assert len(found) == 11
+
+
+def test_a_failure_has_a_line_with_its_point() -> None:
+    where, text = screen()
+    PlainReporter(4, 1, where, left(3)).ends(POINT, Failed("cache.block_size=8", "no memory", Path("x")))
+    assert text.getvalue().splitlines()[0] == "[2/4] cache.block_size=8  FAILED: no memory"
 
 
 def test_a_run_of_an_open_point_shortens_the_time_left() -> None:
@@ -85,9 +96,8 @@ def test_a_run_of_an_open_point_shortens_the_time_left() -> None:
 
 
 def test_the_time_left_follows_from_the_points_that_ended() -> None:
-    where, text = screen()
-    PlainReporter(31, 0, where, left(31, shown=[0.0, 100.0, 100.0])).ends(POINT, None)
-    assert text.getvalue().splitlines() == ["[1/31] cache.block_size=8  done  (about 50 min left)"]
+    found = lines(31, 1, clock=[0.0, 100.0, *[100.0] * 9])
+    assert found == ["[1/31] 0 % of the work done, about 50 min left"]
 
 
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
