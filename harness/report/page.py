@@ -193,6 +193,8 @@ def build_page(
         answers=said,
         tone=_tone(verdict),
         facts=provenance.headline(study),
+        load=next((one.text for one in said if one.key == "load"), ""),
+        trace=provenance.trace_line(study.records),
         sections=sections,
         pdf=pdf,
         command=study.command,

@@ -321,6 +321,13 @@ def left_out(records: Sequence[PointRecord]) -> list[str]:
     return [f"{reason}: {count:,} rows" for reason, count in found.items() if count]
 
 
+def trace_line(records: Sequence[PointRecord]) -> str:
+    """What was left out of the trace, and how many changes were made to it, in a sentence."""
+    out, changes = left_out(records), len(trace_changes(records))
+    kept = f"left out: {'; '.join(out)}" if out else "no row was left out"
+    return f"{kept}, {changes} changes were made" if changes else f"{kept}, and nothing was changed"
+
+
 LEVELS = {
     "kernel": "price of attention",
     "rest_of_step": "price of the rest",

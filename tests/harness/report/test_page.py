@@ -42,6 +42,20 @@ def test_sections_stand_in_the_order_of_the_readers_questions(page):
     ]  # fmt: skip
 
 
+def test_the_places_that_the_guide_names_for_twelve_questions_exist(page):
+    guide = (Path(__file__).parents[3] / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = guide.partition("## Twelve questions")[2].partition("\n## ")[0].splitlines()
+    rows = [row for row in rows if row.startswith("|") and "`#" in row]
+    assert len(rows) == 12
+    anchors = {name for row in rows for name in re.findall(r"`#(\w+(?:-\w+)*)`", row)}
+    assert {name for name in anchors if f'id="{name}"' not in text_of(page)} == set()
+
+
+def test_load_trace_and_command_are_said_before_the_first_section_ends(page):
+    brief = re.search(r'<p class="soft" id="brief">(.*?)</p>', text_of(page), re.DOTALL)[1]
+    assert re.match(r"Load: Requests queued at .* Trace: .*what was run.* Again: <code>", brief, re.DOTALL)
+
+
 def test_every_swept_axis_has_its_curves(page):
     text = text_of(page)
     for axis in ("cache_block_size", "workload_prefix_share", "decoding_beam_width"):
