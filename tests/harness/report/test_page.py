@@ -131,7 +131,7 @@ def test_all_metrics_of_all_points_are_in_one_csv(page):
 
 
 def test_every_change_of_the_trace_is_named(page):
-    assert "50% of each prompt comes from 8 shared prefixes. (6 of 12 points)" in text_of(page)
+    assert "50% of the prompt tokens are shared. (6 of 12 points)" in text_of(page)
 
 
 def test_a_single_point_says_that_nothing_was_swept(tmp_path):
