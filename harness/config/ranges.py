@@ -105,6 +105,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (_COUNT, "model.experts_per_token model.weight_group model.window"),
     (Range(0, 10), "model.expert_skew"),
     (Range(0, 10), "device.step_spread device.ttft_spread"),
+    (Range(0.1, 10), "device.tables_attention device.tables_dense"),
     (_SHARE, "workload.prefix_share trace.share decoding.beam_churn decoding.acceptance"),
     (Range(0, 1, open_high=True), "decoding.branch_hazard scheduler.watermark"),
     (Range(0.01, 100), "replay.burstiness"),

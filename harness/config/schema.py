@@ -397,6 +397,9 @@ class DeviceConfig:
     frontend_request_us: float = 0.0
     frontend_token_us: float = 0.0
     frontend_turn_us: float = 0.0  # of a request alone, while the others wait: what one thread of it does
+    # Factors on published timings (cost=published), of attention and of all other operators: a fit anchors them
+    tables_attention: float = 1.0
+    tables_dense: float = 1.0
     fitted_from: str | None = None  # the log that shares and overheads were fitted to; null: they are assumed
     fits: str | None = None  # other values of them that the log allows, for bands: "key=value,value,…; key=…"
     # Standard deviations of logarithms that no constants explain, by parts of the log: of steps, and of TTFT beside

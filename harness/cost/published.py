@@ -67,10 +67,20 @@ class PublishedCost:
     * copied slots and swapped blocks cost what `moves`, the roofline of the same device, says.
 
     `moves.device.step_overhead_s` is added to every step. Overheads of layers and rows are not: the tables have them.
+
+    `anchors` multiply the seconds of attention, and of dense layers and sampling. Timings of single operators leave out
+    what lies between them: one measured run of the same engine, model and device tells how much (`harness.twin.fit`).
     """
 
-    def __init__(self, tables: StepTables, moves: RooflineCost, source: CostSource) -> None:
+    def __init__(
+        self,
+        tables: StepTables,
+        moves: RooflineCost,
+        source: CostSource,
+        anchors: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
         self.tables = tables
+        self._attention, self._dense = anchors
         self.moves = moves
         self.source = source
         self._step_s = moves.device.step_overhead_s
@@ -78,10 +88,10 @@ class PublishedCost:
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
         tables, chunks = self.tables, features[AT.prefill_rows]
-        attention = self._decode(features) + self._prefill(features)
+        attention = self._attention * (self._decode(features) + self._prefill(features))
         dense = _where(chunks, tables.dense, tables.decode_dense, features[AT.tokens])
         sample = _where(features[AT.sampled_rows], tables.sample, None, features[AT.sampled_rows])
-        seconds = dense + sample + attention + self._step_s
+        seconds = self._dense * (dense + sample) + attention + self._step_s
         return Price(seconds + self.moves.moving(features), attention)
 
     def _decode(self, features: Sequence[Amount]) -> Amount:

@@ -40,6 +40,7 @@ _JITTER_S = 0.01  # how far an arrival may lie from where it was: about a step, 
 _STEP_TIMES = (
     *("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us", "link_latency_us"),
 )
+_STEP_FACTORS = ("tables_attention", "tables_dense")  # of published timings
 _STEP_RATES = ("bandwidth_gbs", "tflops", "link_gbs")
 
 
@@ -104,7 +105,9 @@ def possible(point: Point) -> Iterator[Point]:
 def possible_devices(deployment: Deployment) -> list[DeviceConfig]:
     """The device with other constants that it may have; none where none are known, or prices do not follow them."""
     device = deployment.device
-    if device.name == EngineDevice.cpu.value or resolve_cost_kind(deployment) is not CostKind.roofline:
+    kind = resolve_cost_kind(deployment)
+    anchored = kind is CostKind.published and device.fits is not None
+    if device.name == EngineDevice.cpu.value or not (anchored or kind is CostKind.roofline):
         return []
     draw = stats.qmc.LatinHypercube(len(ASSUMED) + len(ASSUMED_FRONT_END) + 1, rng=7)
     places = draw.random(DRAWS)
@@ -133,7 +136,7 @@ def _drawn(device: DeviceConfig, place: FloatArray) -> DeviceConfig:
 
 def slower(device: DeviceConfig, factor: float) -> DeviceConfig:
     """The device whose every step takes `factor` times as long."""
-    times = {name: getattr(device, name) * factor for name in _STEP_TIMES}
+    times = {name: getattr(device, name) * factor for name in (*_STEP_TIMES, *_STEP_FACTORS)}
     return replace(device, **times, **{name: getattr(device, name) / factor for name in _STEP_RATES})
 
 

@@ -98,21 +98,28 @@ def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> P
         sequence=_power_of_two(deployment.longest),
     )
     device, asked = deployment.hardware, deployment.device
+    anchors = asked.tables_attention, asked.tables_dense
+    fitted = f"fitted to {asked.fitted_from}" if asked.fitted_from else None
     provenance = {
         **described(setup),
         "model": deployment.model.name,
         # constants that are no operator's: the host's time of a step, and the links of moved blocks
         "step_overhead_us": asked.step_overhead_us,
         "tensor_parallel": asked.tensor_parallel,
+        **{name: getattr(asked, name) for name in ANCHORS},
         "from": {
             "operators": "published timings",
-            "step_overhead_us": f"fitted to {asked.fitted_from}" if asked.fitted_from else "assumed",
+            **dict.fromkeys(("step_overhead_us", *ANCHORS), fitted or "assumed"),
             **{name: origin_of(asked, name) for name in DATASHEET if name.startswith("host")},
         },
     }
-    identity = f"published:{setup}:{asked.step_overhead_us}:{device}"
+    identity = f"published:{setup}:{asked.step_overhead_us}:{anchors}:{device}"
     source = CostSource("published", asked.name, identity, provenance)
-    return PublishedCost(step_tables(setup, limits), RooflineCost(deployment.shape, device), source)
+    moves = RooflineCost(deployment.shape, device)
+    return PublishedCost(step_tables(setup, limits), moves, source, anchors)
+
+
+ANCHORS = ("tables_attention", "tables_dense")
 
 
 def _power_of_two(number: int) -> int:
@@ -248,6 +255,10 @@ def check_cost(deployment: Deployment) -> None:
             "cost=roofline, or device.data_parallel=1"
         )
         raise ConfigError("cost.kind", reason)
+    for name in ANCHORS:
+        if getattr(deployment.device, name) != 1.0 and kind is not CostKind.published:
+            reason = f"a factor on cost=published, and this point has {kind}; leave it out"
+            raise ConfigError(f"device.{name}", reason)
     decoding = deployment.decoding
     if decoding.draft_tokens and decoding.acceptance is None and kind in _PREDICTED:
         raise ConfigError(

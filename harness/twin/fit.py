@@ -28,6 +28,7 @@ from harness.twin.residuals import (
     FRONT_END_CONSTANTS,
     LINK_CONSTANTS,
     PRIOR_WEIGHT,
+    TABLE_CONSTANTS,
     TURN_CONSTANT,
     FitProblem,
     Progress,
@@ -177,7 +178,7 @@ _AT_BOUND = 0.005  # of the bound
 
 def doubts(fit: Fit) -> list[str]:
     """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
-    known = (*CONSTANTS, *LINK_CONSTANTS, *FRONT_END_CONSTANTS, TURN_CONSTANT)
+    known = (*TABLE_CONSTANTS, *CONSTANTS, *LINK_CONSTANTS, *FRONT_END_CONSTANTS, TURN_CONSTANT)
     limits = {one.key: (one.high,) if one.linear else (one.low, one.high) for one in known}
     ends = [
         f"{one.key} = {one.value:.4g}"

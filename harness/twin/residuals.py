@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 
 from harness.config.errors import UserError
-from harness.config.schema import DeviceConfig, RunConfig
+from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.twin.client import BoolArray
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import predictor
@@ -64,6 +64,12 @@ CONSTANTS = (
     Constant("layer_overhead_us", 0.5, 0.5, 200.0, 8.0),
     Constant("row_overhead_us", 0.7, 0.01, 10.0, 0.2),
 )
+# The same of published timings: a factor on each part, and the host.
+TABLE_CONSTANTS = (
+    Constant("tables_dense", 0.15, 0.3, 3.0),
+    Constant("tables_attention", 0.25, 0.2, 5.0),
+    Constant("step_overhead_us", 0.7, 30.0, 20_000.0, 500.0),
+)
 # Only a log of several devices says anything about their link.
 LINK_CONSTANTS = (
     Constant("link_efficiency", 0.5, 0.02, 1.0, 0.5),
@@ -95,14 +101,17 @@ _STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (
 def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
     """The constants about which a log of this configuration says anything."""
     links = LINK_CONSTANTS if config.device.tensor_parallel > 1 else ()
+    shares = CONSTANTS
+    if config.cost.kind is CostKind.published:
+        shares, links = TABLE_CONSTANTS, ()
     if log.requests.queued_s is not None:
-        return CONSTANTS + links
+        return shares + links
     turns = () if log.workload.header.client == OPEN else (TURN_CONSTANT,)
     request, token = FRONT_END_CONSTANTS
     # A network may take half of the shortest time.
     spread = max(request.spread, 0.5e6 * float(log.requests.ttft_s.min()))
     wide = replace(request, spread=spread, step=request.step * request.spread / spread)
-    return (*CONSTANTS, *links, wide, token, *turns)
+    return (*shares, *links, wide, token, *turns)
 
 
 class FitProblem(ABC):

@@ -1,6 +1,7 @@
 """The cost model of measured operators, against tables whose prices are known formulas."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import metadata
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig
+from harness.config.schema import CostKind, RunConfig
 from harness.cost.model_shape import Experts, ModelShape
 from harness.cost.published import (
     VERSION,
@@ -143,6 +144,25 @@ def test_moved_blocks_cost_what_the_roofline_says(cost: PublishedCost) -> None:
     roofline = RooflineCost(SHAPE, DEVICE)
     expected = roofline.price(moved).seconds - roofline.price(still).seconds
     assert cost.price(moved).seconds - cost.price(still).seconds == pytest.approx(expected, rel=1e-9)
+
+
+def test_anchors_multiply_attention_and_all_other_operators(cost: PublishedCost) -> None:
+    step, anchored = decode(8, 512), PublishedCost(cost.tables, cost.moves, cost.source, (2.0, 1.5))
+    plain, found = cost.price(step), anchored.price(step)
+    assert found.attention_s == pytest.approx(2 * plain.attention_s)
+    rest = plain.seconds - plain.attention_s - DEVICE.step_overhead_s
+    assert found.seconds == pytest.approx(1.5 * rest + 2 * plain.attention_s + DEVICE.step_overhead_s)
+
+
+@pytest.mark.parametrize("key", ["tables_attention", "tables_dense"])
+def test_an_anchor_is_refused_where_seconds_come_from_elsewhere(key: str) -> None:
+    with pytest.raises(ConfigError, match="a factor on cost=published"):
+        check_cost(deployment_of(by_roofline(config("device=h100", f"device.{key}=1.2"))))
+
+
+def by_roofline(found: RunConfig) -> RunConfig:
+    """The same with the roofline's prices."""
+    return replace(found, cost=replace(found.cost, kind=CostKind.roofline))
 
 
 def test_a_price_that_is_no_number_is_refused() -> None:
