@@ -55,7 +55,7 @@ class Constant:
         return min(max(value, self.low * 1.001), self.high * 0.999)
 
 
-CONSTANTS = (
+CONSTANTS: tuple[Constant, ...] = (
     Constant("bandwidth_efficiency", 0.1, 0.4, 1.0, 0.85),
     Constant("kv_efficiency", 0.1, 0.4, 1.0, 0.85),
     Constant("compute_efficiency", 0.25, 0.15, 1.0, 0.6),
