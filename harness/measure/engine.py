@@ -21,6 +21,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import Clock
 from harness.measure.beam_search import TokenBeams
 from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
+from harness.measure.yardstick import FixedWork
 from harness.replay.executors import Executor, PinnedEnds
 from harness.replay.features import FeatureMeter
 from harness.replay.loop import Progress
@@ -95,7 +96,7 @@ def measure(
         if client is None or timed.request.decoding is not Decoding.beam:
             runner.add(timed.request, prompts[timed.request.request_id])
             runner.generation(timed.request.request_id).forced = answers.get(timed.request.request_id)
-    yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
+    yardstick = Yardstick(FixedWork(clock).seconds, reference) if deployment.has_yardstick else None
     with _no_collection():
         executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
         if workload.drawn.survival:

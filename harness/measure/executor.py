@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,10 +27,6 @@ WINDOW = 8
 
 READ_EVERY_S = 2e-3
 """Between two readings there is at least so much engine time, so that short steps do not wait for the yardstick."""
-
-_ROWS, _INNER, _WIDE = 8, 256, 512  # a product whose operands fit in the second cache of a core
-_LOOPS = 750
-_FLOATS = 256 * 1024  # 1 MB: a step of any model in use pushes it out of the nearest caches
 
 
 class Reading(NamedTuple):
@@ -52,32 +48,27 @@ def middle(readings: Sequence[Reading]) -> Reading:
 
 
 class Yardstick:
-    """Reads the pace by `clock` beside the steps of one run. Without a `reference` its own first readings are one.
+    """Follows the pace beside the steps of one run; `read` does the fixed work (`yardstick.FixedWork`).
+
+    Without a `reference` its own first readings are one.
 
     Only readings after a step count: back to back the yardstick finds its memory in the nearest caches, and is faster.
     """
 
-    def __init__(self, clock: Callable[[], float], reference: Reading | None = None) -> None:
-        import torch
-
-        self._clock = clock
-        self._left = torch.ones(_ROWS, _INNER)
-        self._right = torch.ones(_INNER, _WIDE)
-        self._multiply: Callable[[Any, Any], Any] = torch.mm
-        self._memory = np.ones(_FLOATS, dtype=np.float32)
+    def __init__(self, read: Callable[[], Sequence[float]], reference: Reading | None = None) -> None:
+        self._read = read
         self._recent: deque[Reading] = deque(maxlen=WINDOW)
         self._reference = reference
         self._since_s = READ_EVERY_S
         self._pace = 1.0
         self.readings: list[Reading] = []
-        self._reading()  # the first use of a library is slow
 
     def pace_after(self, step_s: float) -> float:
         """The pace beside a step that has just ended after `step_s` seconds."""
         self._since_s += step_s
         if self._since_s >= READ_EVERY_S:
             self._since_s = 0.0
-            found = self._reading()
+            found = Reading(*self._read())
             self.readings.append(found)
             self._recent.append(found)
             if self._reference is None and len(self.readings) == WINDOW:
@@ -85,18 +76,6 @@ class Yardstick:
             if self._reference is not None:
                 self._pace = pace_of(middle(self._recent), self._reference)
         return self._pace
-
-    def _reading(self) -> Reading:
-        begun = self._clock()
-        self._multiply(self._left, self._right)
-        self._multiply(self._left, self._right)
-        multiplied = self._clock()
-        slots: dict[int, int] = {}
-        for number in range(_LOOPS):
-            slots[number & 63] = number
-        counted = self._clock()
-        self._memory.sum()
-        return Reading(multiplied - begun, counted - multiplied, self._clock() - counted)
 
 
 class MeasuredExecutor(Executor):

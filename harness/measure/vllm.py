@@ -8,7 +8,6 @@ vLLM runs in a process of its own, in the interpreter that has it (`vllm_engine.
 import atexit
 import os
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,7 +20,6 @@ from engine.core.scheduling.commit import RequestStats
 from engine.runtime.models.spec import config_values
 from engine.runtime.options import Audit
 from harness.config.errors import ConfigError
-from harness.config.schema import Clock
 from harness.measure.executor import FixedDurations, Reading, Yardstick, middle
 from harness.metrics.log import Outcome
 from harness.oracle.check import KEY, DecisionsObserver, NotedLru, OracleError, OracleReport, vllm_version
@@ -84,10 +82,8 @@ def measure_on_vllm(
     engine = _engine(deployment.vllm_python, deployment.engine.threads)
     engine.ask({"begin": engine_settings(deployment)})
     live, kept, recording, lru = dict[int, Request](), new_log(point), PlanRecording(), NotedLru()
-    clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
-    yardstick = Yardstick(clock, reference) if deployment.has_yardstick else None
     meter = FeatureMeter(live, pool.block_size, pool.window)
-    executor = VllmExecutor(point, engine, meter, yardstick)
+    executor = VllmExecutor(point, engine, meter, reference)
     same = FixedDurations(executor, step_ns) if step_ns else None
     beside = replay_point(
         *(point, kept, point.requests(), same or executor, recording, executor),
@@ -97,7 +93,7 @@ def measure_on_vllm(
         live=live,
     )
     log = kept.log(**beside)
-    readings = middle(yardstick.readings) if yardstick else None
+    readings = middle(executor.yardstick.readings) if executor.yardstick else None
     compared = OracleReport(
         f"{engine.version} (measured)",
         steps=executor.compared.steps,
@@ -151,15 +147,16 @@ class VllmExecutor(Executor, Observer):
     max_steps = 1
 
     def __init__(
-        self, point: Point, engine: VllmEngine, meter: FeatureMeter, yardstick: Yardstick | None
+        self, point: Point, engine: VllmEngine, meter: FeatureMeter, reference: Reading | None
     ) -> None:
+        paced = point.deployment.has_yardstick
+        self.yardstick = Yardstick(lambda: self._answer["reading"], reference) if paced else None
         self.compared = Comparison(point.pool.block_size, same_ids=False)
         self.audits = 0
         self._point = point
         self._rows = {row.request_id: row for row in point.trace.requests}
         self._engine = engine
         self._meter = meter
-        self._yardstick = yardstick
         self._arrived: list[Request] = []
         audit = point.deployment.engine
         self._audit_every = {Audit.off: 0, Audit.full: 1}.get(audit.audit, audit.audit_every)
@@ -182,7 +179,10 @@ class VllmExecutor(Executor, Observer):
         """Run vLLM's next step."""
         sent, self._arrived = [self._sent(request) for request in self._arrived], []
         audit = bool(self._audit_every) and self.compared.steps % self._audit_every == 0
-        self._plan, self._answer = plan, self._engine.ask({"submit": sent, "audit": audit})
+        self._plan, self._answer = (
+            plan,
+            self._engine.ask({"submit": sent, "audit": audit, "paced": self.yardstick is not None}),
+        )
         return StepResult()
 
     def _sent(self, request: Request) -> dict[str, Any]:
@@ -206,8 +206,8 @@ class VllmExecutor(Executor, Observer):
         answer = self._answer
         seconds, policy_s, attention_s = (answer[name] for name in ("seconds", "policy_s", "attention_s"))
         phases = {"policy_s": policy_s, "forward_s": seconds - policy_s}
-        if self._yardstick is not None:
-            pace = self._yardstick.pace_after(seconds)
+        if self.yardstick is not None:
+            pace = self.yardstick.pace_after(seconds)
             seconds, attention_s = seconds / pace, attention_s / pace
             phases = {name: value / pace for name, value in phases.items()} | {"pace": pace}
         return StepTiming([max(1, to_ns(seconds))], [attention_s], self._meter.single(self._plan, {}), phases)

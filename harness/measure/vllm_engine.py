@@ -5,7 +5,7 @@ It is started as a script by `harness.measure.vllm`. Standard input and output c
 values of a config.json (random weights), `clock` is `cpu` or `wall`; it is answered with vLLM's version. The engine is
 kept where only the requests differ. A line with `submit` names the requests that arrive before the next step, and is
 answered with what vLLM decides in it (`harness.oracle.decisions.Step`) and how long it took; with `audit`, also with
-the slots of its block tables.
+the slots of its block tables, and with `paced` with the seconds of fixed work beside it.
 """
 
 import json
@@ -20,6 +20,8 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "oracle"))
 _driver: Any = import_module("vllm_driver")
+sys.path.append(str(Path(__file__).parent))
+_work: Any = import_module("yardstick")
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
@@ -41,6 +43,7 @@ class CoreRun(_driver.Watched):  # type: ignore[misc]  # it is imported by its p
         self._core = core
         self._clock = clock
         self._audit = False
+        self._work = _work.FixedWork(clock)
         self._watch()
 
     def _watch(self) -> None:
@@ -65,8 +68,10 @@ class CoreRun(_driver.Watched):  # type: ignore[misc]  # it is imported by its p
 
         scheduler.schedule, scheduler.update_from_output = scheduling, updating
 
-    def step(self, *, audit: bool) -> dict[str, Any]:
-        """Run the next step: what it decides, its seconds, and the slots in use while it ran if asked for."""
+    def step(self, *, audit: bool, paced: bool = False) -> dict[str, Any]:
+        """Run the next step: what it decides, its seconds, and if asked for the slots in use while it ran, and how long
+        fixed work takes beside it (`yardstick.py`).
+        """
         Attention.seconds, self._audit = 0.0, audit
         began = self._clock()
         outputs, _ = self._core.step()
@@ -76,7 +81,8 @@ class CoreRun(_driver.Watched):  # type: ignore[misc]  # it is imported by its p
             self._ends.pop(str(request_id), None)
         found = {"step": self._decided | {"finished": finished}}
         times = {"seconds": took, "policy_s": self._policy_s, "attention_s": Attention.seconds}
-        return found | times | {"slots": self._slots}
+        reading = self._work.seconds() if paced else None
+        return found | times | {"slots": self._slots, "reading": reading}
 
     def _slots_now(self) -> list[int]:
         """Written slots in the block tables, blocks in them, and blocks that are free and cached.
@@ -188,7 +194,7 @@ def main() -> int:
         assert run is not None, "begin comes first"
         for request in asked["submit"]:
             run.submit(request)
-        return run.step(audit=asked["audit"])
+        return run.step(audit=asked["audit"], paced=asked["paced"])
 
     with tempfile.TemporaryDirectory() as folder:
         return int(_driver.serve(answer))

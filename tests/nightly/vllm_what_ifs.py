@@ -202,7 +202,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("vllm_python")
     parser.add_argument("--out", type=Path, default=Path("results/vllm-what-ifs"))
     parser.add_argument("--only", type=int, help="this many of the changes, spread over all")
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     flags = parser.parse_args(words)
     began = time.monotonic()
@@ -210,6 +210,7 @@ def main(words: Sequence[str] | None = None) -> int:
     changes = CHANGES if flags.only is None else CHANGES[:: max(1, len(CHANGES) // flags.only)][: flags.only]
     base = Load.of((), flags.requests)
     with Peer(flags.vllm_python, HERE / "vllm_load.py") as vllm:
+        base.measure(vllm, flags.out / "log-warm", flags.clock)
         repeats = [
             base.measure(vllm, flags.out / f"log-base-{number}", flags.clock) for number in range(_REPEATS)
         ]

@@ -16,24 +16,21 @@ from harness.measure.executor import (
     middle,
     pace_of,
 )
+from harness.measure.yardstick import FixedWork
 from harness.replay.features import FeatureMeter
 
 ALIKE = Reading(1e-4, 1e-4, 1e-4)
 READ = READ_EVERY_S  # a step after which the yardstick is read
 
 
-class Clock:
+class Work:
     """Each part of a reading takes 0.1 ms times the next of `slowness`."""
 
     def __init__(self, slowness: Iterator[float]) -> None:
         self._slowness = slowness
-        self.now = 0.0
-        self._calls = count()
 
-    def __call__(self) -> float:
-        if next(self._calls) % 4:  # the first of the four calls of a reading begins it
-            self.now += 1e-4 * next(self._slowness)
-        return self.now
+    def __call__(self) -> Reading:
+        return Reading(*(1e-4 * next(self._slowness) for _ in range(3)))
 
 
 def readings(*slowness: float) -> Iterator[float]:
@@ -44,11 +41,11 @@ def readings(*slowness: float) -> Iterator[float]:
 
 
 def test_a_core_as_fast_as_at_the_reference_has_pace_one() -> None:
-    assert Yardstick(Clock(repeat(1.0)), ALIKE).pace_after(READ) == pytest.approx(1.0)
+    assert Yardstick(Work(repeat(1.0)), ALIKE).pace_after(READ) == pytest.approx(1.0)
 
 
 def test_a_core_at_half_its_speed_has_pace_two() -> None:
-    assert Yardstick(Clock(repeat(2.0)), ALIKE).pace_after(READ) == pytest.approx(2.0)
+    assert Yardstick(Work(repeat(2.0)), ALIKE).pace_after(READ) == pytest.approx(2.0)
 
 
 def test_parts_that_are_slowed_down_differently_count_alike() -> None:
@@ -56,32 +53,32 @@ def test_parts_that_are_slowed_down_differently_count_alike() -> None:
 
 
 def test_without_a_reference_the_pace_is_relative_to_the_first_readings() -> None:
-    yardstick = Yardstick(Clock(readings(*[3.0] * (1 + WINDOW), 6.0)))
+    yardstick = Yardstick(Work(readings(*[3.0] * WINDOW, 6.0)))
     paces = [yardstick.pace_after(READ) for _ in range(2 * WINDOW)]
     assert paces[:WINDOW] == pytest.approx([1.0] * WINDOW)
     assert paces[-1] == pytest.approx(2.0)
 
 
-def test_a_reading_before_the_first_step_does_not_count() -> None:
-    """Back to back the yardstick is faster than beside the steps, whose data push its own out of the caches."""
-    assert Yardstick(Clock(readings(0.5, 1.5)), ALIKE).pace_after(READ) == pytest.approx(1.5)
+def test_the_work_takes_time_in_each_of_its_parts() -> None:
+    ticks = count()
+    assert FixedWork(lambda: float(next(ticks))).seconds() == (1.0, 1.0, 1.0)
 
 
 def test_one_interrupted_reading_does_not_change_the_pace() -> None:
-    yardstick = Yardstick(Clock(readings(*[1.0] * WINDOW, 50.0, 1.0)), ALIKE)
+    yardstick = Yardstick(Work(readings(*[1.0] * WINDOW, 50.0, 1.0)), ALIKE)
     paces = [yardstick.pace_after(READ) for _ in range(2 * WINDOW)]
     assert paces == pytest.approx([1.0] * (2 * WINDOW))
 
 
 def test_the_pace_follows_a_lasting_change_within_its_window() -> None:
-    yardstick = Yardstick(Clock(readings(*[1.0] * (1 + WINDOW), 1.5)), ALIKE)
+    yardstick = Yardstick(Work(readings(*[1.0] * WINDOW, 1.5)), ALIKE)
     paces = [yardstick.pace_after(READ) for _ in range(2 * WINDOW)]
     assert paces[WINDOW - 1] == pytest.approx(1.0)
     assert paces[-1] == pytest.approx(1.5)
 
 
 def test_short_steps_share_a_reading() -> None:
-    yardstick = Yardstick(Clock(repeat(1.0)), ALIKE)
+    yardstick = Yardstick(Work(repeat(1.0)), ALIKE)
     for _ in range(11):
         yardstick.pace_after(READ / 5)
     assert len(yardstick.readings) == 3  # after the first step, and after 5 more each
@@ -94,7 +91,7 @@ def test_the_reading_of_a_run_is_the_median_of_each_part() -> None:
 class Still:
     """An engine whose steps take as long as they say."""
 
-    def __init__(self, clock: Clock, seconds: float) -> None:
+    def __init__(self, clock: "Ticking", seconds: float) -> None:
         self._clock, self._seconds = clock, seconds
 
     def execute(self, plan: object) -> tuple[StepResult, StepTimes]:
@@ -104,8 +101,10 @@ class Still:
         )
 
 
-class Ticking(Clock):
+class Ticking:
     """A clock that only the engine moves on."""
+
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
@@ -113,8 +112,8 @@ class Ticking(Clock):
 
 def timed(pace: float | None) -> tuple[float, float, Mapping[str, float]]:
     """Seconds, attention seconds and phases of a step of 0.5 s beside a core of this pace."""
-    clock = Ticking(repeat(1.0))
-    yardstick = Yardstick(Clock(repeat(pace)), ALIKE) if pace else None
+    clock = Ticking()
+    yardstick = Yardstick(Work(repeat(pace)), ALIKE) if pace else None
     executor = MeasuredExecutor(Still(clock, 0.5), clock, FeatureMeter({}, 16), yardstick)  # type: ignore[arg-type]
     executor.begin()
     executor.execute(StepPlan(0, []), None)
