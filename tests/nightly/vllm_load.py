@@ -12,6 +12,7 @@ import tempfile
 import time
 from importlib import import_module
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 _HARNESS = Path(__file__).parents[2] / "harness"
@@ -19,33 +20,55 @@ sys.path += [str(_HARNESS / "oracle"), str(_HARNESS / "measure"), str(_HARNESS /
 _driver: Any = import_module("vllm_driver")
 _engine: Any = import_module("vllm_engine")
 _probe: Any = import_module("pagetwin_probe")
+_work: Any = import_module("yardstick")
+_WINDOW = 8  # readings of which the pace is a median
 _WARM_UP = [{"at": 0.0, "ids": [7] * 100, "output": 20, "priority": 0}] * 12
 
 
 class Clock:
-    """The time of a run in seconds: of the wall, or CPU-seconds of this thread, with which waiting is skipped.
+    """The time of a run: of the wall, or CPU-seconds of this thread at the pace of the first run, without waiting.
 
-    The probe takes its time from it, in the place of the module `time`.
+    The pace is that of fixed work between the steps (`harness/measure/yardstick.py`), over its last readings. The probe
+    takes its time from here, in the place of the module `time`.
     """
 
+    reference: list[float] | None = None  # seconds of the parts of the work in the first run
+
     def __init__(self, name: str) -> None:
-        self._count = time.thread_time_ns if name == "cpu" else time.monotonic_ns
-        self._waits = name != "cpu"
-        self._skipped_ns = 0
-        self._unix_ns = time.time_ns() - self._count()
+        self.wall = name == "wall"
+        self._count = time.monotonic_ns if self.wall else time.thread_time_ns
+        self._now, self._since, self._pace = 0.0, self._count(), 1.0
+        self._unix_ns = time.time_ns()
+        self._work = _work.FixedWork(time.thread_time)
+        self._readings: list[tuple[float, ...]] = []
 
     def monotonic_ns(self) -> int:
-        return self._count() + self._skipped_ns
+        return round(self._now + (self._count() - self._since) / self._pace)
 
     def time_ns(self) -> int:
         return self._unix_ns + self.monotonic_ns()
 
     def wait(self, seconds: float) -> None:
         """Let so many seconds pass."""
-        if self._waits:
+        if self.wall:
             time.sleep(max(0.0, seconds))
         else:
-            self._skipped_ns += max(0, round(1e9 * seconds))
+            self._now += max(0.0, 1e9 * seconds)
+
+    def follow(self) -> None:
+        """Read the pace beside a step, which takes none of the time."""
+        if self.wall:
+            return
+        self._now = float(self.monotonic_ns())
+        self._readings.append(self._work.seconds())
+        middle = [median(part) for part in zip(*self._readings[-_WINDOW:], strict=True)]
+        if Clock.reference is not None:
+            self._pace = fmean(now / then for now, then in zip(middle, Clock.reference, strict=True))
+        self._since = self._count()
+
+    def keep(self) -> None:
+        """The readings of this run are the reference of all that follow, unless there is one."""
+        Clock.reference = Clock.reference or [median(part) for part in zip(*self._readings, strict=True)]
 
 
 def run(core: Any, requests: list[dict[str, Any]], folder: str, clock: Clock) -> None:
@@ -72,9 +95,12 @@ def run(core: Any, requests: list[dict[str, Any]], folder: str, clock: Clock) ->
             core.scheduler.add_request(request)
         if core.scheduler.has_requests():
             core.step()
+            clock.follow()
         else:
             clock.wait(left[-1]["at"] - 1e-9 * (clock.monotonic_ns() - began))
     core.scheduler.shutdown()
+    if not clock.wall:
+        clock.keep()
 
 
 def main() -> int:
