@@ -120,7 +120,9 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
     Raises:
         UserError: there is no grid, a cell is not allowed, or no run has a figure of the SLO.
     """
-    tell("all cells are predicted; where this device is not calibrated, that comes first and takes a minute or more")
+    tell(
+        "all cells are predicted; where this device is not calibrated, that comes first and takes a minute or more"
+    )
     grid = _Grid.of(words)
     scores = [score(slo, one) for one in grid.predicted]
     if not min(scores) > 0:
