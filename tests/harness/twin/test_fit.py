@@ -9,6 +9,7 @@ from harness.cost.roofline import FITTED, origins
 from harness.twin.configured import Configured
 from harness.twin.fit import (
     Fit,
+    doublings_beyond,
     doubts,
     explains_nothing,
     fit_device,
@@ -232,6 +233,14 @@ def test_prompts_that_an_earlier_run_had_cached_are_told_from_new_ones(cached: b
 def test_without_a_fit_some_of_what_may_be_has_prompts_of_an_earlier_run() -> None:
     found = [one.log.requests["hit_tokens"].sum() for one in others(config(), workload(12))]
     assert [hits > 0 for hits in found] == 4 * [True, False, False]
+
+
+def test_a_fit_says_how_much_more_ran_together_than_it_has_seen() -> None:
+    alone = planted(TRUE, 4).requests
+    starts = np.array([0.0, 10.0, 20.0, 20.0])
+    times = replace(alone, arrival_s=starts, first_token_s=starts + 1, last_token_s=starts + 2)
+    assert doublings_beyond(times, 2) == 1.0
+    assert doublings_beyond(times, 3) == 0.0
 
 
 def test_prompts_are_not_taken_as_cached_where_the_pool_cannot_hold_them_or_their_sharing_is_known() -> None:
