@@ -12,8 +12,11 @@ from math import ceil
 from statistics import median
 from typing import Any
 
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_layout import unseen_share
-from engine.core.options import CachePolicy, GroupPages
+from engine.core.options import CachePolicy, Eviction, GroupPages
+from engine.core.request import Request
 from engine.runtime.options import VLLM_NAMES
 from harness.capacity import CapacityAnswer, Changes, Tell, highest_rate, too_few
 from harness.capacity.case import LoadCase, Trial
@@ -42,6 +45,7 @@ _MOST_REPLICAS = 3  # tried above what the rate of one asks for
 _HIDDEN = 4  # a match unit hides reuse that is so many times what is found
 _WORTH_SAYING = 0.01
 _MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
+_MOST_TRIED = 50_000  # with which every rule of eviction is tried, in seconds
 _FULL = 0.9  # of a limit, from which on it binds
 _SLACK = 1.1  # an SLO that would do, above the figures without a queue
 _PARALLEL = (2, 4, 8)
@@ -374,6 +378,36 @@ def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer) -> str
 # -- the prefix cache --------------------------------------------------------------------------------------
 
 
+def best_rule(paths: PrefixPaths, size: int, blocks: int) -> tuple[Eviction, float]:
+    """The rule of eviction with the highest hit ratio in a pool of `blocks`, requests one after the other, and that.
+
+    Prompts that are longer than the pool are left out. All are released at time 0, so a time to live never ends.
+    """
+    rows = paths.trace.requests
+    ratios = {}
+    for rule in Eviction:
+        pool, hits = (
+            BlockPool(blocks, eviction=new_policy(rule, pinned=RunConfig().cache.pinned_tokens // size)),
+            0,
+        )
+        for index, row in enumerate(rows):
+            names = [(name, each) for name, count in paths.extents(index, size) for each in range(count)]
+            if len(names) > blocks:
+                continue
+            found = pool.find(names[: (row.prompt_tokens - 1) // size])
+            hits += len(found)
+            pool.share(found)
+            fresh = pool.take(len(names) - len(found))
+            pool.cache_full_blocks(fresh, names[len(found) :])
+            request = Request(
+                row.request_id, row.prompt_tokens, 1, priority=row.priority, session=row.session
+            )
+            pool.release([*found, *fresh], 0, request)
+        ratios[rule] = hits * size / max(1, sum(row.prompt_tokens for row in rows))
+    best = max(ratios, key=lambda rule: ratios[rule])
+    return best, ratios[best]
+
+
 def reuse(case: LoadCase, advice: Advice) -> None:
     """What the prefixes allow, what the match unit leaves of it, and what a pool of this size leaves of that."""
     pool, trace = deployment_of(case.config).pool, case.trace
@@ -387,6 +421,7 @@ def reuse(case: LoadCase, advice: Advice) -> None:
         f"{percent(exact)} of the prompt tokens stood at the start of an earlier prompt; in whole match units of "
         f"{unit} tokens {percent(most)}"
     )
+    best = 0.0
     if pool.groups is None and profile.blocks_in_all <= _MOST_BLOCKS:
         best = optimal_hit_tokens(paths, unit, pool.num_blocks) / max(1, sum(prompts))
         advice.floor += (
@@ -402,6 +437,9 @@ def reuse(case: LoadCase, advice: Advice) -> None:
             f"; least recently used, requests one after the other: {percent(held)} in a pool of this size, and by "
             f"multiples of it {curve}"
         )
+        if best > held + _WORTH_SAYING and profile.blocks_in_all <= _MOST_TRIED:
+            rule, found = best_rule(paths, unit, pool.num_blocks)
+            advice.floor += f"; of the rules of cache.eviction {rule} finds most there, {percent(found)}"
         if most > _WORTH_SAYING and held * 2 < most:
             advice.warnings.append(
                 f"the pool is too small for its prefixes: {percent(held)} hits of {percent(most)} that an unlimited "

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.core.options import GroupPages
+from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise
+from harness.capacity.advice import Advice, advise, best_rule
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
@@ -18,8 +18,9 @@ from harness.config.overrides import parse_overrides
 from harness.metrics.record import PointRecord
 from harness.store.reading import StoreContent
 from harness.workload.point import resolve
-from traces.analysis.reuse import reuse_profile
+from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile
 from traces.formats.pagetwin import write_jsonl
+from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 SLO = "ttft_p99<5,tpot_mean<0.1"
 
@@ -157,6 +158,17 @@ def test_the_share_of_the_memory_is_no_flag_where_the_pool_is_set_by_hand(tmp_pa
 
 def test_the_best_eviction_is_called_a_bound(tmp_path: Path) -> None:
     assert "Belady's optimum, a bound" in advice_of(write(tmp_path, 100, 20, 20, 3, 1.0)).floor
+
+
+def test_the_best_of_the_rules_is_said_beside_the_bound_where_least_recently_used_is_far_from_it() -> None:
+    """Three texts that come round and round, in a pool for two of them: the order that drops the third is better."""
+    header = TraceHeader("made", "made", "test", "content", None, 1, "00", 90, 90)
+    rows = tuple(TraceRequest(n, n, 81, 2, [Segment(1 + n % 3, 80), Segment(None, 1)]) for n in range(90))
+    paths = PrefixPaths(Trace(header, rows))
+    rule, found = best_rule(paths, 16, 10)
+    assert reuse_profile(paths, 16, spare_last_token=True).hit_ratio(10) == 0
+    assert rule is not Eviction.lru
+    assert 0 < found <= optimal_hit_tokens(paths, 16, 10) / sum(row.prompt_tokens for row in rows)
 
 
 def test_sharing_that_is_recorded_in_larger_blocks_is_warned_of(tmp_path: Path) -> None:
