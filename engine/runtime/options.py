@@ -186,6 +186,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "policy": "scheduling_policy",
     "admit_whole_prompt": "scheduler_reserve_full_isl",
     "long_prefill_tokens": "long_prefill_token_threshold",
+    "long_prefill_adaptive": "long_prefill_token_threshold_adaptive",
     "block_size": "block_size",
     "prefix_caching": "enable_prefix_caching",
     "retention_interval": "prefix_cache_retention_interval",

@@ -71,6 +71,7 @@ def flags_of(config: RunConfig) -> list[str]:
         "quantization": "fp8" if model.weight_dtype is WeightDtype.fp8 else None,
         "policy": scheduler.policy if scheduler.policy is not Scheduling.fcfs else None,
         "long_prefill_tokens": scheduler.long_prefill_tokens,
+        "long_prefill_adaptive": scheduler.long_prefill_adaptive or None,
         "chunked_prefill": None if scheduler.chunked_prefill else False,
         "admit_whole_prompt": None if scheduler.admit_whole_prompt else False,
     }

@@ -379,6 +379,7 @@ def _rules(
         chunked=int(limits.chunked_prefill),
         whole_prompt=int(limits.admit_whole_prompt),
         prefill_cap=limits.long_prefill_tokens or 0,
+        adaptive=int(limits.long_prefill_adaptive),
         watermark_blocks=int(limits.watermark * (pool.num_blocks + 1)),
         block_size=pool.block_size,
         keeps=int(pool.keeps),

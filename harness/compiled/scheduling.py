@@ -85,8 +85,10 @@ def asked_blocks(state: ReplayState, request: int) -> int:
 @jitable
 def prefill_cap(state: ReplayState) -> int:
     """The largest chunk of one prompt: a lone request gets the whole budget."""
-    alone = state.at[RUNNING] + state.at[ENDING] + state.at[TAIL] - state.at[HEAD] <= 1
-    return state.rules.budget if alone or not state.rules.prefill_cap else state.rules.prefill_cap
+    rules, requests = state.rules, state.at[RUNNING] + state.at[ENDING] + state.at[TAIL] - state.at[HEAD]
+    if requests <= 1 or not rules.prefill_cap:
+        return rules.budget
+    return int(max(rules.prefill_cap, rules.budget // requests) if rules.adaptive else rules.prefill_cap)
 
 
 @jitable

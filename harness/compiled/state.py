@@ -114,6 +114,7 @@ class Rules(NamedTuple):
     chunked: int
     whole_prompt: int
     prefill_cap: int
+    adaptive: int
     watermark_blocks: int
     block_size: int
     keeps: int  # whether released blocks stay findable until they are taken again

@@ -17,6 +17,8 @@ from engine.core.options import (
     Retention,
     Sharing,
     SpeculationMode,
+    StateMode,
+    WindowHits,
 )
 from engine.runtime.options import Backend, KVDtype
 from harness.config.errors import ConfigError
@@ -138,7 +140,24 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.groups",
         lambda a: _if(a.cache.groups is not GroupPages.off, a.cache.groups),
-        {Way.oracle: "the oracle compares caches without groups", Way.vllm: "it is compared by one block table"},
+        {Way.vllm: "it is compared by one block table"},
+    ),
+    Capability(
+        "cache.groups",
+        lambda a: _if(
+            a.cache.groups is not GroupPages.off
+            and (
+                a.cache.groups is not GroupPages.uniform
+                or a.cache.block_size % 16 > 0
+                or a.cache.window_hits is not WindowHits.window
+                or a.cache.behind_first
+                or a.cache.states is not StateMode.align
+                or a.drafts
+            ),
+            a.cache.groups,
+        ),
+        {Way.oracle: "vLLM has groups in pages of one size and blocks of multiples of 16 tokens; their windows are hit "
+         "and evicted in one way, states are kept at the ends of rows, and a draft model would be a group of its own"},
     ),
     Capability(
         "cache.groups",
@@ -404,8 +423,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "oracle",
         lambda a: _if(a.oracle is not OracleEngine.none, a.oracle),
-        {Way.groups: "the oracle compares caches without groups",
-         Way.vllm: "every step of a measured vLLM is compared anyway"},
+        {Way.vllm: "every step of a measured vLLM is compared anyway"},
     ),
 )  # fmt: skip
 _BESIDES = {Way.vllm: Way.oracle}

@@ -223,6 +223,9 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
         elif cache.host_tokens < cache.block_size:
             reason = f"found {cache.host_tokens}, less than one block (cache.block_size={cache.block_size})"
             yield ConfigError("cache.host_tokens", reason)
+    if scheduler.long_prefill_adaptive and scheduler.long_prefill_tokens is None:
+        reason = "found true, but scheduler.long_prefill_tokens is null, and there is no cap to raise; set it"
+        yield ConfigError("scheduler.long_prefill_adaptive", reason)
     if scheduler.long_prefill_tokens is not None and not scheduler.chunked_prefill:
         yield ConfigError(
             "scheduler.long_prefill_tokens",

@@ -118,6 +118,7 @@ def engine_settings(deployment: Deployment) -> dict[str, Any]:
         "max_num_batched_tokens": limits.max_batched_tokens,
         "enable_chunked_prefill": limits.chunked_prefill,
         "long_prefill_token_threshold": limits.long_prefill_tokens or 0,
+        **({"long_prefill_token_threshold_adaptive": True} if limits.long_prefill_adaptive else {}),
         "scheduling_policy": str(limits.policy),
         "watermark": limits.watermark,
         "scheduler_reserve_full_isl": limits.admit_whole_prompt,

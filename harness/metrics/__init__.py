@@ -136,7 +136,8 @@ _CACHE = (
     Metric("resumed_hit_tokens", "hit tokens, after preemption", "tokens",
            "tokens found cached when a preempted request came back", total="resumed_hit_tokens"),
     Metric("hit_ratio", "hit ratio", SHARE,
-           "fresh hit tokens / prompt tokens of the requests that were scheduled", "higher"),
+           "fresh hit tokens / prompt tokens of the requests that were scheduled; none without a prefix cache",
+           "higher"),
 )  # fmt: skip
 
 KEEPS_MORE = (

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from engine.core.memory.eviction import LruQueue
-from engine.core.memory.paged import PagedManager
-from engine.core.options import SchedulerLimits
+from engine.core.memory.group_layout import GroupLayout
+from engine.core.memory.group_pages import PoolPages
+from engine.core.memory.paged import PagedManager, layer_groups
+from engine.core.options import GroupKind, SchedulerLimits
 from engine.core.plan import StepPlan
 from engine.core.request import Request
 from engine.core.scheduling.commit import RequestStats
@@ -91,6 +93,8 @@ def settings_of(
         "async_scheduling": limits.ahead,
         "max_model_len": (limits.max_model_len or longest) + 1,
     }
+    if limits.long_prefill_adaptive:
+        settings["long_prefill_adaptive"] = True
     if drafts:
         settings["draft_tokens"] = drafts
         settings["max_model_len"] = limits.max_model_len or longest + 2 * drafts
@@ -156,7 +160,8 @@ class DecisionsObserver(Observer):
 
     Where steps are scheduled ahead, a step names the requests that the one before it has ended.
 
-    The scheduler's manager must be paged and evict by `lru`. Steps must be taken one by one.
+    The scheduler's manager must be paged and evict by `lru`. With layers in groups, in pools of pages, no blocks are
+    named. Steps must be taken one by one.
     """
 
     def __init__(
@@ -166,7 +171,14 @@ class DecisionsObserver(Observer):
         observe: Observe,
     ) -> None:
         self._scheduler = scheduler
-        self._pool = cast(PagedManager, scheduler.manager).pool
+        manager = cast(PagedManager, scheduler.manager)
+        groups = layer_groups(manager)
+        if groups is None:
+            self._pools = [manager.pool]
+        else:
+            assert isinstance(groups.pages, PoolPages)  # others are not compared
+            self._pools = [share.pool for share in groups.pages.shares]
+        self._counts_alone = groups is not None
         self._lru = lru
         self._observe = observe
         self._arrived: list[Request] = []
@@ -189,7 +201,7 @@ class DecisionsObserver(Observer):
         """Hand on what was noted."""
         for request_id in step.report.finished:
             self._ends.pop(request_id, None)
-            del self._blocks[request_id]
+            self._blocks.pop(request_id, None)
         ended, self._finished = self._finished, list(step.report.finished)
         self._noted.finished.extend(ended if self._scheduler.limits.ahead else self._finished)
         arrived, self._arrived = self._arrived, []
@@ -215,7 +227,7 @@ class DecisionsObserver(Observer):
                 rows.append((request_id, context, query))
             ends[request_id] = context + query
             known = self._blocks.get(request_id, 0)
-            if len(row.table) > known:
+            if not self._counts_alone and len(row.table) > known:
                 blocks.append((request_id, list(row.table[known:])))
                 self._blocks[request_id] = len(row.table)
         paused = {
@@ -234,7 +246,7 @@ class DecisionsObserver(Observer):
             evicted=evicted,
             running=plan.running,
             waiting=plan.waiting,
-            free=self._pool.free_blocks,
+            free=sum(pool.free_blocks for pool in self._pools),
         )
 
 
@@ -290,7 +302,7 @@ class OracleReport:
     not_compared: str | None = None
     steps: int = 0
     compared: int = 0
-    equal_ids: int = 0
+    equal_ids: int | None = 0  # None: of layers in groups, whose blocks are counted
     stopped: str | None = None  # the allowed difference that ended the comparison
     counts: dict[str, int] = field(default_factory=dict)
 
@@ -307,6 +319,43 @@ def _process(python: str | None) -> VllmProcess:
     return process
 
 
+_KINDS = {
+    GroupKind.full: "FullAttentionSpec",
+    GroupKind.window: "SlidingWindowSpec",
+    GroupKind.chunk: "ChunkedLocalAttentionSpec",
+    GroupKind.state: "MambaSpec",
+}
+
+
+def unlike_vllm(layout: GroupLayout) -> str | None:
+    """Why the driver has no model with these groups of layers; None where it has."""
+    for group in layout.groups:
+        if group.kind not in _KINDS:
+            return f"the oracle's model has no layers with {group.kind} vectors"
+        if group.layer_bytes % 8:
+            return f"the oracle's model has {group.kind} layers of multiples of 8 bytes, not of {group.layer_bytes}"
+    return None
+
+
+def layers_of(layout: GroupLayout) -> list[tuple[str, int, int | None]]:
+    """The layers as the driver takes them: kind, bytes of a token or state, and window."""
+    return [
+        (str(group.kind), group.layer_bytes, group.window)
+        for group in layout.groups
+        for _ in range(group.layers)
+    ]
+
+
+def check_groups(layout: GroupLayout, answer: Mapping[str, Any], *, caching: bool) -> None:
+    """Raise OracleError where vLLM makes other groups of the layers; `answer` is the driver's to its settings."""
+    theirs = [(one["kind"], one["layers"], one["block_size"], one["window"]) for one in answer["groups"]]
+    ours = [(_KINDS[one.kind], one.layers, one.block_size, one.window) for one in layout.groups]
+    if not caching:  # their one block of a state is as long as the longest sequence
+        ours, theirs = ([one for one in side if one[0] != "MambaSpec"] for side in (ours, theirs))
+    if ours != theirs:
+        raise OracleError(f"vLLM makes other groups of the layers: {ours} here, {theirs} there")
+
+
 def compare(point: Point, cost: CostModel) -> OracleReport:
     """Replay the point step by step, without fast-forward, and ask vLLM for each step.
 
@@ -317,15 +366,24 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
     reason = next((words for _, words in obstacles(point.asked, Way.oracle)), None)
     if reason is not None:
         return OracleReport(vllm_version(point.oracle.python), reason)
+    pool, cache, rows = point.pool, point.deployment.cache, point.trace.requests
+    if pool.groups is not None and (reason := unlike_vllm(pool.groups)):
+        return OracleReport(vllm_version(point.oracle.python), reason)
     process = _process(point.oracle.python)
-    pool, rows = point.pool, point.trace.requests
     longest = max((row.prompt_tokens + row.output_tokens for row in rows), default=1)
     drafts = point.deployment.decoding.draft_tokens
-    version = process.begin(
-        settings_of(pool.num_blocks, pool.block_size, pool.prefix_caching, point.limits, longest, drafts)
-    )
-    allowed, ahead = point.oracle.allow, point.limits.ahead
-    checker = Checker(pool.block_size, TokenRanges(rows), process.step, allowed, ahead=ahead)
+    size = pool.block_size if pool.groups is None else cache.block_size
+    settings = settings_of(pool.num_blocks, size, pool.prefix_caching, point.limits, longest, drafts)
+    if pool.groups is not None:
+        settings["layers"] = layers_of(pool.groups)
+        if cache.retention_interval != 0:  # vLLM reads the word None
+            settings["flags"] = {"prefix_cache_retention_interval": str(cache.retention_interval)}
+    answer = process.ask({"settings": settings})
+    if pool.groups is not None:
+        check_groups(pool.groups, answer, caching=pool.prefix_caching)
+    version, allowed, ahead = str(answer["vllm"]), point.oracle.allow, point.limits.ahead
+    named = None if pool.groups else pool.block_size
+    checker = Checker(named, TokenRanges(rows), process.step, allowed, ahead=ahead)
     lru, live = NotedLru(), dict[int, Request]()
     replay_point(
         point,
@@ -340,11 +398,11 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
 
 
 class Checker:
-    """Gives each step to the other side and compares. `step_of` answers what it decides."""
+    """Gives each step to the other side and compares. `step_of` answers what it decides; `block_size` as there."""
 
     def __init__(
         self,
-        block_size: int,
+        block_size: int | None,
         ranges: TokenRanges,
         step_of: StepOf,
         allowed: AllowedDifference,
@@ -383,7 +441,7 @@ class Checker:
             version,
             steps=self._steps,
             compared=done.steps,
-            equal_ids=done.equal_ids,
+            equal_ids=done.equal_ids if done.names_blocks else None,
             stopped=self._stopped,
             counts=dict(sorted(done.counts.items())),
         )

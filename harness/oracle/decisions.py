@@ -84,30 +84,36 @@ _AFTER = ("finished", "running", "waiting", "free")
 
 
 class Comparison:
-    """Compares the two sides step by step. `block_size` in tokens.
+    """Compares the two sides step by step. `block_size` in tokens; None: of layers in groups, whose blocks are counted.
 
     With `ahead` steps are scheduled ahead. With `same_ids` the numbers of the blocks must be equal too. `equal_ids`
     counts the steps in which they are.
     `counts` sums what was compared.
     """
 
-    def __init__(self, block_size: int, *, same_ids: bool = True, ahead: bool = False) -> None:
+    def __init__(self, block_size: int | None, *, same_ids: bool = True, ahead: bool = False) -> None:
         self.steps = 0
         self._ahead = ahead
         self._same_ids = same_ids
         self.equal_ids = 0
         self.counts: Counter[str] = Counter()
-        self._tables = _Tables(block_size)
+        self._tables = None if block_size is None else _Tables(block_size)
+
+    @property
+    def names_blocks(self) -> bool:
+        """Whether blocks are compared by their numbers."""
+        return self._tables is not None
 
     def note(self, ours: Step, theirs: Step) -> Difference | None:
         """Compare the next step; returns the first difference, after which no further step can be compared."""
         if (found := next(self._differences(ours, theirs), None)) is not None:
             return found
         equal_ids = (ours.evicted, sorted(ours.blocks)) == (theirs.evicted, sorted(theirs.blocks))
-        if self._same_ids and not equal_ids:
+        if self._tables is not None and self._same_ids and not equal_ids:
             wrong = _first_of(self.steps, "numbers of blocks", sorted(ours.blocks), sorted(theirs.blocks))
             return replace(wrong, cause=Cause.block_ids)
-        self._tables.close(ours.finished)
+        if self._tables is not None:
+            self._tables.close(ours.finished)
         self.steps += 1
         self.equal_ids += equal_ids
         self.counts["rows"] += ours.running - len(ours.paused)
@@ -122,8 +128,7 @@ class Comparison:
             words = "not preempted once it has tokens of the step", "preempted after it was given tokens"
             yield Difference(self.steps, "victim", *words, theirs.robbed[0], Cause.scheduled_victim)
         yield from self._listed(ours, theirs, _BEFORE)
-        wrong = self._blocks(ours, theirs)
-        if wrong is not None:
+        if self._tables is not None and (wrong := self._blocks(self._tables, ours, theirs)) is not None:
             yield wrong
         yield from self._listed(ours, theirs, _AFTER)
 
@@ -134,8 +139,7 @@ class Comparison:
                 make = _first_of if name in ("admitted", "rows") else Difference
                 yield make(self.steps, name, mine, other)
 
-    def _blocks(self, ours: Step, theirs: Step) -> Difference | None:
-        tables = self._tables
+    def _blocks(self, tables: "_Tables", ours: Step, theirs: Step) -> Difference | None:
         tables.close(ours.preempted)
         if self._ahead:  # they ended with the step before
             tables.close(ours.finished)

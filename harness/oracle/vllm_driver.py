@@ -412,6 +412,7 @@ def _config(settings: dict[str, Any], folder: str) -> Any:
     scheduler.max_num_batched_tokens = scheduler.max_num_scheduled_tokens = budget
     scheduler.enable_chunked_prefill = settings["chunked_prefill"]
     scheduler.long_prefill_token_threshold = settings["long_prefill_tokens"] or 0
+    scheduler.long_prefill_token_threshold_adaptive = settings.get("long_prefill_adaptive", False)
     return config
 
 

@@ -1,7 +1,7 @@
 """The record of a point: its results, and everything that is needed to trust or repeat it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +40,9 @@ def make_record(
     seconds: Mapping[str, float],
 ) -> PointRecord:
     """The record of a point, without what says which point of a sweep it is."""
-    deployment, trace, analytic = point.deployment, point.trace, _analytic(point)
-    measured = [compute_metrics(run.log) for run in runs]
+    deployment, trace, analytic = point.deployment, point.trace, _asked(point, _analytic(point))
+    measured = [_asked(point, compute_metrics(run.log)) for run in runs]
+    simulated = replace(simulated, metrics=_asked(point, simulated.metrics))
     comparison = compare(analytic, simulated.metrics, measured)
     pool = _pool_section(point) | (_engine_note(deployment) if runs else {})
     levels = error_levels(point, runs, cost, comparison, simulated.log) if runs else {}
@@ -94,6 +95,13 @@ def _tenants(point: Point, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> 
         return {}
     logs = {"simulated": simulated} | ({"measured": runs[0].log} if runs else {})
     return {side: by_tenant(log, tenant_of) for side, log in logs.items()}
+
+
+def _asked(point: Point, figures: dict[str, float]) -> dict[str, float]:
+    """The figures without the ratio of hits where there is no prefix cache to ask: what is not measured is not 0 %."""
+    return {
+        name: value for name, value in figures.items() if point.pool.prefix_caching or name != "hit_ratio"
+    }
 
 
 def _pool_section(point: Point) -> dict[str, Any]:

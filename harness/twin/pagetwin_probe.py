@@ -304,6 +304,9 @@ def config_of(scheduler: Any) -> dict[str, Any]:
         "max_num_batched_tokens": scheduler.max_num_scheduled_tokens,
         "enable_chunked_prefill": limits.enable_chunked_prefill,
         "long_prefill_token_threshold": limits.long_prefill_token_threshold,
+        "long_prefill_token_threshold_adaptive": getattr(
+            limits, "long_prefill_token_threshold_adaptive", False
+        ),
         "scheduling_policy": limits.policy,
         "async_scheduling": limits.async_scheduling,
         "watermark": limits.watermark,

@@ -27,7 +27,7 @@ _BOOKS = ("origin", "unmapped", "unmodelled")
 _KEYS = {  # groups of our configuration; a key is called as the setting is
     "scheduler": (
         *("max_running", "max_batched_tokens", "chunked_prefill", "async_scheduling", "policy"),
-        "long_prefill_tokens",
+        *("long_prefill_tokens", "long_prefill_adaptive"),
     ),
     "cache": ("block_size", "prefix_caching", "pool_tokens", "pool_blocks", "max_model_len"),
     "model": ("dtype", "kv_dtype"),
@@ -53,6 +53,7 @@ class EngineSettings:
     async_scheduling: bool | None = None
     policy: str | None = None
     long_prefill_tokens: int | None = None
+    long_prefill_adaptive: bool | None = None
     block_size: int | None = None
     prefix_caching: bool | None = None
     pool_blocks: int | None = None
@@ -267,6 +268,7 @@ _VLLM: Mapping[str, Read] = {
     "async_scheduling": _yes_or_no,
     "policy": _named({"fcfs": "fcfs", "priority": "priority"}),
     "long_prefill_tokens": _unless(count, "0"),
+    "long_prefill_adaptive": _yes_or_no,
     "block_size": count,
     "prefix_caching": _yes_or_no,
     "pool_blocks": count,

@@ -193,6 +193,7 @@ LIMITS = st.builds(
     chunked_prefill=st.just(True),
     watermark=st.sampled_from([0.0, 0.1]),
     long_prefill_tokens=st.one_of(st.none(), st.integers(1, 20)),
+    long_prefill_adaptive=st.booleans(),
     admit_whole_prompt=st.booleans(),
     ahead=st.booleans(),
 ) | st.builds(

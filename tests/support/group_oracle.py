@@ -16,12 +16,24 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from engine.core import KeyIdentity, Request, Scheduler, SchedulerLimits, StepPlan, StepResult
+from oracle_cases import run_watched
+
+from engine.core import Request, Scheduler, SchedulerLimits
 from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.paged import PagedManager
 from engine.core.options import GroupKind, StateMode
-from harness.oracle.check import Question, StepOf, TokenRanges, VllmProcess, settings_of
+from harness.config.schema import AllowedDifference
+from harness.oracle.check import (
+    Checker,
+    Question,
+    StepOf,
+    TokenRanges,
+    VllmProcess,
+    check_groups,
+    layers_of,
+    settings_of,
+)
 from harness.oracle.decisions import Step
 from traces.trace import Segment, TraceRequest
 
@@ -35,7 +47,6 @@ RECORDED = {
     "chunked": 1034,
 }
 """The seed of the recorded workload of each family."""
-COMPARED = ("admitted", "preempted", "rows", "paused", "finished", "running", "waiting", "free")
 
 
 @dataclass(frozen=True)
@@ -49,15 +60,13 @@ class GroupCase:
     limits: SchedulerLimits
     rows: Sequence[TraceRequest]
     before: Sequence[int]
+    drafts: int = 0
 
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
         settings = settings_of(self.pages, self.block_size, self.caching, self.limits, longest)
-        layers = [
-            (str(one.kind), one.layer_bytes, one.window) for one in self.sets for _ in range(one.layers)
-        ]
-        return {**settings, "layers": layers}
+        return {**settings, "layers": layers_of(self.manager().groups.layout)}
 
     def manager(self) -> PagedManager:
         states = StateMode.align if self.caching else StateMode.none
@@ -134,62 +143,11 @@ def _row(draw: random.Random, number: int, texts: Sequence[Segment], longest: in
 
 
 def compare(case: GroupCase, step_of: StepOf) -> Counter[str]:
-    """Run a case beside another side; AssertionError at the first difference. Returns what was compared."""
-    manager = case.manager()
-    scheduler, ranges = Scheduler(manager, case.limits), TokenRanges(case.rows)
-    left, ends, counts = list(zip(case.rows, case.before, strict=True)), dict[int, int](), Counter[str]()
-    step = 0
-    while left or scheduler.has_work:
-        arrived = []
-        while left and (left[0][1] <= step or not (scheduler.has_work or arrived)):
-            row, _ = left.pop(0)
-            identity = KeyIdentity(row.request_id, row.segments, row.salt)
-            request = Request(row.request_id, row.prompt_tokens, row.output_tokens, identity=identity)
-            scheduler.submit(request)
-            arrived.append(ranges.wire(request))
-        plan = scheduler.schedule()
-        free = sum(share.pool.free_blocks for share in manager.groups.pages.shares)
-        ours = _decisions(scheduler, plan, ends, free)
-        report = scheduler.commit(plan, StepResult())
-        for request_id in report.finished:
-            ends.pop(request_id)
-        ours = replace(ours, finished=list(report.finished))
-        theirs = step_of({"submit": arrived})
-        for name in COMPARED:
-            assert getattr(ours, name) == getattr(theirs, name), (
-                f"step {step}, {name}: {getattr(ours, name)} here, {getattr(theirs, name)} in vLLM"
-            )
-        counts["steps"] += 1
-        counts["preempted"] += len(ours.preempted)
-        counts["hit_tokens"] += sum(tokens for _, tokens in ours.admitted)
-        step += 1
-    return counts
-
-
-def _decisions(scheduler: Scheduler, plan: StepPlan, ends: dict[int, int], free: int) -> Step:
-    entering, rows, hits, now = set(plan.admitted), [], dict[int, int](), dict[int, int]()
-    for row in plan.rows:
-        if row.request_id in entering:
-            hits[row.request_id] = row.context_len
-        if row.request_id in entering or row.query_len != 1 or ends.get(row.request_id) != row.context_len:
-            rows.append((row.request_id, row.context_len, row.query_len))
-        now[row.request_id] = row.context_len + row.query_len
-    paused = {
-        group.request.request_id: group.sequences[0].computed
-        for group in scheduler.running
-        if group.request.request_id not in now
-    }
-    ends.clear()
-    ends.update(now | paused)
-    return Step(
-        admitted=[(request_id, hits.get(request_id, 0)) for request_id in plan.admitted],
-        preempted=sorted(plan.preempted),
-        rows=rows,
-        paused=list(paused),
-        running=plan.running,
-        waiting=plan.waiting,
-        free=free,
-    )
+    """Run a case beside another side; OracleError at the first difference. Returns what was compared."""
+    checker = Checker(None, TokenRanges(case.rows), step_of, AllowedDifference.none)
+    run_watched(case, Scheduler(case.manager(), case.limits), checker.observe)
+    report = checker.report("")
+    return Counter(report.counts, steps=report.steps)
 
 
 def _path(family: str) -> Path:
@@ -211,24 +169,11 @@ def recording(family: str) -> StepOf:
 
 
 def begin(case: GroupCase, vllm: VllmProcess) -> Any:
-    """Start vLLM with a case's model; AssertionError where it makes other groups of its layers. Returns its answer."""
+    """Start vLLM with a case's model; OracleError where it makes other groups of its layers. Returns its answer."""
     asked = vllm.ask({"settings": case.settings})
-    theirs = [
-        (_KINDS[one["kind"]], one["layers"], one["block_size"], one["window"]) for one in asked["groups"]
-    ]
-    ours = [(one.kind, one.layers, one.block_size, one.window) for one in case.manager().groups.layout.groups]
-    if not case.caching:  # their one block of a state is as long as the longest sequence
-        theirs, ours = ([one for one in side if one[0] is not GroupKind.state] for side in (theirs, ours))
-    assert ours == theirs
+    layout = case.manager().groups.layout
+    check_groups(layout, asked, caching=case.caching)
     return asked
-
-
-_KINDS = {
-    "FullAttentionSpec": GroupKind.full,
-    "SlidingWindowSpec": GroupKind.window,
-    "ChunkedLocalAttentionSpec": GroupKind.chunk,
-    "MambaSpec": GroupKind.state,
-}
 
 
 def record(family: str, vllm: VllmProcess) -> Counter[str]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tiers import tier
 
@@ -68,6 +68,10 @@ class Case:
     before: Sequence[int]  # the step before which each request is submitted, at the earliest
     drafts: int = 0
 
+    def scheduler(self, lru: NotedLru) -> Scheduler:
+        manager = PagedManager(self.num_blocks, self.block_size, prefix_caching=self.caching, eviction=lru)
+        return Scheduler(manager, self.limits)
+
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
@@ -89,6 +93,7 @@ def random_case(seed: int, policy: Scheduling | None = None, family: str = "plai
     )
     if limits.chunked_prefill and draw.random() < 0.4:
         limits.long_prefill_tokens = draw.choice([8, 32, 100])
+        limits.long_prefill_adaptive = seed not in RECORDED and seed % 2 == 0
     longest = min(size * blocks, 400)
     texts = [Segment(key, draw.randint(1, longest)) for key in range(1, 7)]
     limits.ahead = family == "ahead"
@@ -142,17 +147,23 @@ def checked(
     """Run a case through the policy core beside another side; raises OracleError at the first difference."""
     ranges = TokenRanges(case.rows)
     checker = Checker(case.block_size, ranges, step_of, allowed, ahead=case.limits.ahead)
-    run_watched(case, checker.observe)
+    lru = NotedLru()
+    run_watched(case, case.scheduler(lru), checker.observe, lru)
     return checker.report(version)
 
 
-def run_watched(case: Case, observe: Observe) -> None:
+class Watchable(Protocol):
+    """Requests, the steps before which they are submitted at the earliest, and the draft tokens of each."""
+
+    rows: Sequence[TraceRequest]
+    before: Sequence[int]
+    drafts: int
+
+
+def run_watched(case: Watchable, scheduler: Scheduler, observe: Observe, lru: NotedLru | None = None) -> None:
     """Run a case through the policy core; `observe` gets what arrived before each step, and what was decided in it."""
     acceptance = DraftAcceptance(0.6)
-    lru = NotedLru()
-    manager = PagedManager(case.num_blocks, case.block_size, prefix_caching=case.caching, eviction=lru)
-    scheduler = Scheduler(manager, case.limits)
-    observer = DecisionsObserver(scheduler, lru, observe)
+    observer = DecisionsObserver(scheduler, NotedLru() if lru is None else lru, observe)
     left, step = list(zip(case.rows, case.before, strict=True)), 0
     while left or scheduler.has_work:
         if not scheduler.has_work:

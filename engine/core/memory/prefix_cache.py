@@ -46,9 +46,9 @@ class RecentHits:
         self._hit += hit
 
     @property
-    def rate(self) -> float:
-        """Hit tokens over tokens, 0 before the first request."""
-        return self._hit / self._asked if self._asked else 0.0
+    def rate(self) -> float | None:
+        """Hit tokens over tokens; None where nobody has asked, which is no rate of 0 (vLLM prints none then)."""
+        return self._hit / self._asked if self._asked else None
 
 
 class PrefixCache:

@@ -249,8 +249,11 @@ class Scheduler:
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
-        alone = len(self._batch) + len(self.waiting) <= 1
-        return None if alone else self.limits.long_prefill_tokens
+        limits, requests = self.limits, len(self._batch) + len(self.waiting)
+        cap = None if requests <= 1 else limits.long_prefill_tokens
+        if cap is None or not limits.long_prefill_adaptive:
+            return cap
+        return max(cap, limits.max_batched_tokens // requests)
 
     # -- admission -----------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import pytest
 from oracle_cases import FAMILIES, FIRST_SEED, PYTHON, checked, random_case
 from tiers import tier
 
+from engine.core.memory.group_layout import KVGroup
 from engine.core.options import Scheduling
 from harness.cli.main import main
 from harness.config.errors import ConfigError
@@ -55,6 +56,49 @@ def test_a_priority_victim_of_the_same_step_is_known_and_ends_the_comparison(vll
     report = checked(case, vllm.step, AllowedDifference.scheduled_victim)
     assert 0 < report.compared < report.steps
     assert report.stopped is not None
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        ("model.window=64", "model.windowed_layers=2"),
+        (
+            "model.window=128",
+            "model.windowed_layers=3",
+            "model.chunked_windows=true",
+            "cache.retention_interval=null",
+        ),
+        ("model.state_layers=2", "model.state_bytes=65536"),
+    ],
+)
+def test_a_point_with_layers_in_groups_is_compared(
+    vllm: VllmProcess, layers: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    point = ("measure=false", "cost=roofline", "cache=paged", "cache.groups=uniform", "cache.block_size=16")
+    load = (
+        "workload.num_requests=30",
+        "workload.prefix_share=0.4",
+        "decoding.beam_width=1",
+        "model.layers=4",
+    )
+    python = [f"oracle.python={PYTHON}"] if PYTHON else []
+    assert main(["run", *point, *load, *layers, "oracle=vllm", *python, f"out={tmp_path}"]) == 0
+    (record,) = read_store(tmp_path).records.values()
+    assert record.oracle["compared"] == record.oracle["steps"] > 20
+    assert "free pages are counted, not named" in capsys.readouterr().out
+
+
+def test_a_point_whose_windows_are_left_too_late_fails_beside_vllm(
+    vllm: VllmProcess, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = KVGroup.skipped
+    monkeypatch.setattr(KVGroup, "skipped", lambda group, computed: real(group, max(0, computed - 1)))
+    point = ("measure=false", "cost=roofline", "cache=paged", "cache.groups=uniform", "cache.block_size=16")
+    layers = ("workload.num_requests=30", "model.layers=4", "model.window=64", "model.windowed_layers=2")
+    python = [f"oracle.python={PYTHON}"] if PYTHON else []
+    words = [*point, *layers, "decoding.beam_width=1", "workers=1", "oracle=vllm", *python, f"out={tmp_path}"]
+    assert main(["run", *words]) == 1
+    assert "vLLM decides differently" in capsys.readouterr().err
 
 
 def test_a_point_records_the_comparison(

@@ -152,7 +152,7 @@ def test_events_are_drained_once() -> None:
 
 def test_the_hit_rate_is_that_of_the_recent_requests() -> None:
     recent = RecentHits(requests=2)
-    assert recent.rate == 0
+    assert recent.rate is None
     for asked, hit in ((100, 100), (10, 0), (30, 10)):
         recent.note(asked, hit)
     assert recent.rate == 10 / 40

@@ -257,6 +257,15 @@ def test_a_first_chunk_is_as_long_as_the_cap_where_it_alone_must_fit() -> None:
     assert scheduler.schedule().admitted == [0, 1]
 
 
+@pytest.mark.parametrize(("adaptive", "chunks"), [(False, [8, 8]), (True, [16, 16])])
+def test_an_adaptive_cap_is_at_least_the_share_of_each_request(adaptive: bool, chunks: list[int]) -> None:
+    limits = SchedulerLimits(32, 8, long_prefill_tokens=8, long_prefill_adaptive=adaptive)
+    scheduler = Scheduler(PagedManager(100, 4), limits)
+    for number in range(2):
+        scheduler.submit(Request(number, 40, 1))
+    assert [row.query_len for row in scheduler.schedule().rows] == chunks
+
+
 def test_the_token_of_a_preempted_decoder_goes_to_the_chunk_behind() -> None:
     """Two prompts in chunks of at most 8 beside a decoder that matters less; the pool is full before the last chunk."""
     limits = SchedulerLimits(16, 8, long_prefill_tokens=8, policy=Scheduling.priority)
