@@ -7,14 +7,15 @@ waiting for the device between two layers.
 Latent attention (MLA) can keep its latent vectors: what a layer would expand into K and V is stored as it is. A latent
 layer of transformers (from 5.0 on) expands its compressed vectors by its method `expand_kv(latent, rotary)`, and hands
 the result to its attention. While `latents` is open, the layer hands over the latent vectors `[1, 1, tokens, rank]` as
-K and the rotary keys `[1, 1, tokens, rope_dim]` as V instead. They are stored in pages, and `LatentStep` expands those
-of each sequence, by the layer's own method, where they are read. So a page has `rank + rope_dim` numbers a token, as
-DeepSeek's cache has. Without `latents` the engine keeps expanded K and V.
+K and the rotary keys `[1, 1, tokens, rope_dim]` as V instead. They are stored in pages. `LatentStep` decodes from them
+as they are, and expands those of longer rows, by the layer's own method, where they are read. So a page has
+`rank + rope_dim` numbers a token, as DeepSeek's cache has. Without `latents` the engine keeps expanded K and V.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -231,10 +232,49 @@ def expand(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> tuple[tor
     return keys, values
 
 
-class LatentStep:
-    """The latent layers of one step: stores latent vectors in pages, and attends to what they expand to.
+class Absorbed(NamedTuple):
+    """What a layer's expansion multiplies by, so that the query can be multiplied in place of all keys and values."""
 
-    The rows are those of `layout`, in the tensors of `pool`; `slots` `[tokens]` are the slots of the new tokens.
+    keys: torch.Tensor  # [heads, rank, dk]: of the latent vector
+    rotary: torch.Tensor  # [heads, rope_dim, dk]
+    values: torch.Tensor  # [heads, rank, dv]
+
+
+_ABSORBED: WeakKeyDictionary[Any, Absorbed | None] = WeakKeyDictionary()  # by layer
+
+
+def absorbed(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> Absorbed | None:
+    """The products of a layer's `expand_kv`, found once from what it makes of unit vectors; None if it is not linear.
+
+    `latent` and `rotary` are vectors of the layer as in `expand`, on which the products are checked.
+    """
+    if module not in _ABSORBED:
+        units, turns = (
+            torch.eye(one.shape[3], dtype=one.dtype, device=one.device) for one in (latent, rotary)
+        )
+        none = (units.new_zeros(len(turns), len(units)), turns.new_zeros(len(units), len(turns)))
+        keys, values = expand(module, units[None, None], none[1][None, None])
+        turned, left = expand(module, none[0][None, None], turns[None, None])
+        made = Absorbed(keys[0].contiguous(), turned[0].contiguous(), values[0].contiguous())
+        wanted = expand(module, latent, rotary)
+        found = (latent[0] @ made.keys + rotary[0] @ made.rotary, latent[0] @ made.values)
+        near = all(_near(one, other[0]) for one, other in zip(found, wanted, strict=True))
+        _ABSORBED[module] = made if near and not left.any() else None
+    return _ABSORBED[module]
+
+
+def _near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    """Whether two ways to sum differ by rounding alone."""
+    few = 2e-2 if found.dtype.itemsize == 2 else 1e-5
+    return bool((found - wanted).norm() <= few * wanted.norm())
+
+
+class LatentStep:
+    """The latent layers of one step: stores latent vectors in pages, and attends to them.
+
+    Rows of one query read the latent vectors as they are (`Absorbed`): the query is brought into their space, and what
+    it reads is brought out of it. Longer rows attend to what the vectors expand to, which is less work for them. The
+    rows are those of `layout`, in the tensors of `pool`; `slots` `[tokens]` are the slots of the new tokens.
     """
 
     def __init__(
@@ -245,7 +285,7 @@ class LatentStep:
             PrefillRow(table, number, 1, int(length))
             for number, (table, length) in enumerate(zip(layout.tables, layout.lengths, strict=True))
         ]
-        self._rows = [*singles, *layout.prefills]
+        self._rows, self._singles = [*singles, *layout.prefills], len(singles)
         read = [slots_of(row.table, 0, row.length, pool.block_size) for row in self._rows]
         slots_read = torch.from_numpy(np.concatenate(read)).to(pool.device)
         self._read = slots_read // pool.block_size, slots_read % pool.block_size
@@ -258,22 +298,57 @@ class LatentStep:
         for cache, new in zip(stored, (key, value), strict=True):
             torch_cache.store(cache, new[0].transpose(0, 1), self._slots)
         latent, rotary = (cache[*self._read, 0][None, None] for cache in stored)
-        keys, values = expand(module, latent, rotary)
-        parts, first = [], 0
-        for _, start, queries, length in self._rows:
-            rows, read = slice(start, start + queries), slice(first, first + length)
-            parts.append(_attend_row(query[:, :, rows], keys[:, :, read], values[:, :, read], scoring))
-            first += length
+        _check_latent(scoring)
+        products = absorbed(module, key, value) if self._singles else None
+        whole = self._rows[self._singles if products else 0 :]
+        first = sum(row.length for row in self._rows) - sum(row.length for row in whole)
+        parts = []
+        if products:
+            given = (query[0, :, : self._singles], latent[0, 0, :first], rotary[0, 0, :first])
+            parts.append(_attend_absorbed(products, *given, [row.length for row in self._rows], scoring))
+        if whole:
+            keys, values = expand(module, latent[:, :, first:], rotary[:, :, first:])
+            ends = np.cumsum([row.length for row in whole])
+            for (_, start, queries, length), end in zip(whole, ends, strict=True):
+                rows, read = slice(start, start + queries), slice(end - length, end)
+                parts.append(_attend_row(query[:, :, rows], keys[:, :, read], values[:, :, read], scoring))
         self._timer.end(began)
         return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _check_latent(scoring: Scoring) -> None:
+    if not scoring.plain:
+        raise ModelError("a latent layer with a softcap, sinks or ALiBi is not served")
+
+
+def _attend_absorbed(
+    products: Absorbed,
+    query: torch.Tensor,
+    latent: torch.Tensor,
+    rotary: torch.Tensor,
+    lengths: Sequence[int],
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Rows of one query `[heads, rows, dk]` over latents `[tokens, rank]` and rotary keys, row behind row.
+
+    Returns `[1, heads, rows, dv]`.
+    """
+    wide = torch.promote_types(query.dtype, torch.float32)
+    inside, turned = (torch.matmul(query, one.transpose(1, 2)) for one in (products.keys, products.rotary))
+    read, first = [], 0
+    for row, length in zip(range(query.shape[1]), lengths, strict=False):
+        span = slice(first + max(0, length - scoring.window) if scoring.window else first, first + length)
+        scores = inside[:, row] @ latent[span].T + turned[:, row] @ rotary[span].T
+        chances = torch.softmax(scores.to(wide) * scoring.scale, dim=1).to(latent.dtype)
+        read.append(chances @ latent[span])
+        first += length
+    return torch.matmul(torch.stack(read, dim=1), products.values)[None]
 
 
 def _attend_row(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring
 ) -> torch.Tensor:
     """The queries of one row, the last tokens of its keys: `[1, heads, queries, dv]`."""
-    if not scoring.plain:
-        raise ModelError("a latent layer with a softcap, sinks or ALiBi is not served")
     queries, length = query.shape[2], keys.shape[2]
     mask = causal_window(queries, length, scoring.window, device=query.device)
     return F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scoring.scale)

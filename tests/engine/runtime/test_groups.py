@@ -184,6 +184,46 @@ def test_latent_layers_keep_latent_vectors_and_not_what_they_expand_to():
     assert view.values[0].shape[2:] == (1, 8)
 
 
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
+def test_a_latent_layer_decodes_from_its_vectors_without_expanding_the_history(family, monkeypatch):
+    from engine.runtime.attention import layer
+
+    assert serve(make_llm(family)) == [expected(family)]  # now the products of each layer are known
+    lengths = []
+    own = layer.expand
+    monkeypatch.setattr(layer, "expand", lambda *sent: lengths.append(sent[1].shape[2]) or own(*sent))
+    llm = make_llm(family)
+    assert serve(llm) == [expected(family)]
+    steps = llm.engine.counters.steps
+    assert 0 < len(lengths) < steps * len(llm.runner.loaded.kv_shapes)
+
+
+def test_products_of_a_layer_are_what_its_own_method_computes():
+    import torch
+
+    from engine.runtime.attention.layer import absorbed, expand, latent_layers
+
+    module = latent_layers(loaded("deepseek_v2").model)[0]
+    torch.manual_seed(3)
+    latent, rotary = torch.randn(1, 1, 5, 16), torch.randn(1, 1, 5, 8)
+    products = absorbed(module, latent, rotary)
+    keys, values = expand(module, latent, rotary)
+    assert torch.allclose(latent[0] @ products.keys + rotary[0] @ products.rotary, keys[0], atol=1e-5)
+    assert torch.allclose(latent[0] @ products.values, values[0], atol=1e-5)
+
+
+def test_a_layer_whose_expansion_is_not_linear_has_no_products():
+    import torch
+
+    from engine.runtime.attention.layer import absorbed
+
+    class Squared(torch.nn.Module):
+        def expand_kv(self, latent, rotary):
+            return (latent**2).expand(1, 2, -1, -1), (latent + 1).expand(1, 2, -1, -1)
+
+    assert absorbed(Squared(), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 2)) is None
+
+
 def test_without_groups_latent_layers_keep_expanded_keys_and_values():
     llm = make_llm("deepseek_v2", groups="off")
     assert llm.runner.pool.keys[0].shape[2:] == (4, 16)

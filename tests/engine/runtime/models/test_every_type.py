@@ -86,11 +86,15 @@ def document(found):
             "natively and on paged KV (`engine/runtime/models/guard.py`). So a type that is not in this list, or has "
             "other values, is refused too where it would give wrong tokens.",
             "",
+            "*Equal* is said of tokens, on a CPU. On CUDA a model runs on torch's attention where a layer asks what "
+            "the Triton kernels do not serve, such as heads wider than 256 (Gemma 4's full layers have 512); the log "
+            "says what, and `engine.backend=triton` refuses it.",
+            "",
             "Layers in groups (`cache.groups`, `LLM(groups=...)`): gemma2, gemma3_text, ministral, cohere2, gpt_oss "
             "(windows beside full layers), mistral (windows alone), deepseek_v2, deepseek_v3 (latent vectors, kept as "
-            "they are; without groups the engine keeps the expanded K and V) and llama are tested so: tokens equal to "
-            "`generate()`, with blocks behind windows freed and used again, hits and preemption "
-            "(`tests/engine/runtime/test_groups.py`).",
+            "they are, and decoded without expanding them; without groups the engine keeps the expanded K and V) and "
+            "llama are tested so: tokens equal to `generate()`, with blocks behind windows freed and used again, hits "
+            "and preemption (`tests/engine/runtime/test_groups.py`).",
             "",
             "*In groups: recurrent state*: some layers keep a state in place of K and V (`cache.groups`, "
             "`LLM(groups=...)`; without groups the model is refused). The states lie in pages of the same pool, one is "
