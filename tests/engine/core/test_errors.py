@@ -32,8 +32,10 @@ def fingerprint(thing: object) -> Print:
 
 
 def _print(thing: object, seen: dict[int, int]) -> Print:
-    if isinstance(thing, str | bytes | int | float | None) or callable(thing):
+    if isinstance(thing, str | bytes | int | float | None):
         return thing
+    if callable(thing):  # methods of two objects are not equal
+        return getattr(thing, "__qualname__", thing)
     if id(thing) in seen:
         return f"seen {seen[id(thing)]}"
     seen[id(thing)] = len(seen)

@@ -398,14 +398,13 @@ def test_single_blocks_are_evicted_as_textbooks_have_it(rule: Eviction, size: in
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("rule", TEXTBOOKS)
+@pytest.mark.parametrize("rule", [*TEXTBOOKS, Eviction.lfu])
 @pytest.mark.parametrize("size", [50, 400])
 def test_single_blocks_hit_as_often_as_in_libcachesim(rule: Eviction, size: int) -> None:
     """S3-FIFO looks in its third queue before it evicts, so a hit or two may differ."""
     library = pytest.importorskip("libcachesim")
-    cache = {"lru": library.LRU, "fifo": library.FIFO, "sieve": library.Sieve, "s3fifo": library.S3FIFO}[
-        rule
-    ](size)
+    names = {"lru": "LRU", "fifo": "FIFO", "sieve": "Sieve", "s3fifo": "S3FIFO", "lfu": "LFU"}
+    cache = getattr(library, names[rule])(size)
     keys, hits = popular(size, 30_000), 0
     for key in keys:
         asked = library.Request()
