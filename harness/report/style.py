@@ -36,12 +36,13 @@ WARNING = "#a8201a"
 # The most marks that a drawing holds one by one, at some 100 bytes each in a page; more become a picture of dots.
 MOST_DRAWN_MARKS = 600
 
+# Neighbours in a stack differ in lightness too, so that they can be told apart in grey and with red-green blindness.
 STATE_COLOURS: Mapping[str, str] = {
     "token": "#0173b2",
     "cached": "#8ec7e8",
-    "reserved": "#029e73",
-    "internal": "#d55e00",
-    "external": "#cc78bc",
+    "reserved": "#004d3a",
+    "internal": "#ee8833",
+    "external": "#8a3a6e",
     "free": "#ececec",
 }
 

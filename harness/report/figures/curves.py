@@ -221,9 +221,7 @@ def _panel(
     if found["simulated"].notna().any():
         largest = float(whole[["simulated", "high"]].max().max())
         scale, unit = axis_scale(metric, largest)
-        looks = _looks(whole)
-        for series in looks:
-            _line(panel, found[found["series"] == series].sort_values("x"), scale, looks[series])
+        _lines(panel, found, scale, _looks(whole))
         zero_based(panel, scale * float(whole[["simulated", "low"]].min().min()), scale * largest)
     else:
         panel.text(0.5, 0.5, "no figure at these points", transform=panel.transAxes, ha="center", color=GREY)
@@ -233,26 +231,33 @@ def _panel(
     return unit
 
 
-def _line(panel: "Panel", mine: "pd.DataFrame", scale: float, look: Mapping[str, Any]) -> None:
-    if mine.empty:
-        return
-    colour, dashes, marker = look["color"], look["linestyle"], look["marker"]
-    if mine["x"].isna().all():
-        panel.axhline(scale * float(mine["simulated"].iloc[0]), color=colour, linestyle=dashes, zorder=1)
-        panel.axhspan(
-            scale * float(mine["low"].iloc[0]), scale * float(mine["high"].iloc[0]), color=colour, alpha=0.25
-        )
-        return
+def _lines(
+    panel: "Panel", found: "pd.DataFrame", scale: float, looks: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Draw all series of a panel at once; one without the swept setting is a level, with a band of its runs."""
     import seaborn as sns
 
-    drawn = mine.assign(predicted=scale * mine["simulated"])
-    sns.lineplot(drawn, x="x", y="predicted", color=colour, linestyle=dashes, ax=panel, zorder=2)
-    runs = mine.melt("x", ("low", "measured", "high"), value_name="run").dropna()
+    swept = found[found["x"].notna()]
+    for series, one in found[found["x"].isna()].groupby("series", sort=False).first().iterrows():
+        look = looks[str(series)]
+        panel.axhline(scale * one["simulated"], color=look["color"], linestyle=look["linestyle"], zorder=1)
+        panel.axhspan(scale * one["low"], scale * one["high"], color=look["color"], alpha=0.25)
+    if swept.empty:
+        return
+    shown = [series for series in looks if series in set(swept["series"])]
+    common: dict[str, Any] = {
+        "x": "x", "hue": "series", "style": "series", "hue_order": shown, "style_order": shown, "legend": False,
+        "palette": {series: looks[series]["color"] for series in shown}, "ax": panel,
+    }  # fmt: skip
+    dashes = {series: "" if looks[series]["linestyle"] == "solid" else (4, 1.5) for series in shown}
+    drawn = swept.assign(predicted=scale * swept["simulated"])
+    sns.lineplot(drawn, y="predicted", dashes=dashes, zorder=2, **common)
+    runs = swept.melt(["x", "series"], ("low", "measured", "high"), value_name="run").dropna()
     if not runs.empty:  # the median of the runs, and their range
         sns.lineplot(
-            runs.assign(run=scale * runs["run"]), x="x", y="run", estimator="median", errorbar=("pi", 100), ax=panel,
-            err_style="bars", linestyle="", marker=marker, color=colour, markersize=4, markeredgewidth=0,
-            err_kws={"capsize": 2, "elinewidth": 0.8},
+            runs.assign(run=scale * runs["run"]), y="run", estimator="median", errorbar=("pi", 100),
+            err_style="bars", linestyle="", dashes=False, markers={one: looks[one]["marker"] for one in shown},
+            markersize=4, markeredgewidth=0, err_kws={"capsize": 2, "elinewidth": 0.8}, **common,
         )  # fmt: skip
     panel.set(ylabel="")
 

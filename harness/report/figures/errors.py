@@ -140,6 +140,9 @@ def _equal_panel(panel: "Panel", name: str, found: "pd.DataFrame", names: list[s
     panel.set_aspect("equal", adjustable="box")
     if wide:
         panel.set(xscale="log", yscale="log")
+        panel.minorticks_off()
+        for axis in (panel.xaxis, panel.yaxis):
+            axis.set_major_formatter("{x:g}")  # plain text: formulas are not set (`RC`)
     else:
         panel.locator_params(nbins=5)
 

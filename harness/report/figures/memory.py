@@ -11,7 +11,7 @@ from harness.metrics.analytic import expected_tail_waste
 from harness.metrics.log import SLOT_STATES, WASTE_COLUMNS
 from harness.metrics.record import PointRecord
 from harness.report.axes import BLOCK, Axes, alike, comparison_table, held, label, reference
-from harness.report.figures.series import axis_scale, policies, side_legend, value_axis
+from harness.report.figures.series import axis_scale, policies, value_axis
 from harness.report.study import Study, spread
 from harness.report.style import PAGE_IN, PALETTE, STATE_COLOURS, Drawing, Missing, Picture, panels
 
@@ -321,7 +321,6 @@ def draw_waste(study: Study, axes: Axes) -> Picture:
     figure, grid = panels(PAGE_IN, 2.5, 1, 2)
     for panel, name in zip(grid, _OF_BLOCKS, strict=True):
         _block_panel(panel, name, table[table["metric"] == name])
-    side_legend(grid[0], measured=bool(table["measured"].notna().any()))
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     caption = (
         "Every mark is one paged point. Left: reserved and internal slots per sequence that decodes, with the closed "
@@ -344,8 +343,11 @@ def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
             label="(B − 1) / 2",
         )
     x = found[BLOCK].astype(float)
-    panel.plot(x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none")
-    panel.plot(x * 1.02, scale * found["measured"], "o", color=PALETTE[3], alpha=0.7)
+    panel.plot(
+        x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none", label="predicted"
+    )
+    if found["measured"].notna().any():
+        panel.plot(x * 1.02, scale * found["measured"], "o", color=PALETTE[3], alpha=0.7, label="measured")
     value_axis(panel, BLOCK, sizes)
     panel.set(xlabel=label(BLOCK), ylabel=unit, title=METRICS[name].label)
     panel.set_ylim(bottom=0)

@@ -101,7 +101,7 @@ def _front(panel: "Panel", table: "pd.DataFrame", axes: Axes, scale: float, unit
             f"{short_label(key)} {one[key]:g}" for key in axes.numeric if one[key] == one[key]
         )
         panel.annotate(
-            settings, (one["throughput"], scale * one["latency"]), (-4, 4), textcoords="offset points", ha="right",
+            settings, (one["throughput"], scale * one["latency"]), (0, 7), textcoords="offset points", ha="right",
             fontsize=5.5, color=GREY,
         )  # fmt: skip
     panel.set(xlabel="requests/s served", ylabel=f"normalized latency ({unit})")

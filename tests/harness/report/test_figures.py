@@ -1,6 +1,7 @@
 """What the figures hold: every point, baselines that can be told apart, and warnings where they are read."""
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from harness.report.axes import find_axes
 from harness.report.figures import curves, errors, memory, speed
 from harness.report.figures.series import policies, policy_line, value_axis
 from harness.report.study import read_study
-from harness.report.style import MOST_DRAWN_MARKS, Drawing, new_figure, style, svg_bytes
+from harness.report.style import MOST_DRAWN_MARKS, STATE_COLOURS, Drawing, new_figure, style, svg_bytes
 
 ONE = {"cache.policy": "paged", "workload.prefix_share": 0.0, "decoding.beam_width": 1}
 UNPRICED = {
@@ -167,3 +168,20 @@ def test_the_axis_of_errors_has_ticks_where_it_is_logarithmic_and_says_so(tmp_pa
     (panel,) = found.figure.axes
     assert {-100.0, -50.0, -30.0, 50.0} <= set(panel.get_xticks())
     assert "logarithmic beyond ±20" in panel.get_xlabel()
+
+
+def test_a_logarithmic_scale_has_plain_numbers(study):
+    with style():
+        found = errors.draw_agreement(study, find_axes(study.records))
+        assert isinstance(found, Drawing)
+        assert "log" in {panel.get_xscale() for panel in found.figure.axes}
+        assert b"mathdefault" not in svg_bytes(found.figure, "a")
+
+
+def test_states_that_touch_in_a_stack_differ_in_grey():
+    def lightness(colour):
+        red, green, blue = (int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5))
+        return 0.299 * red + 0.587 * green + 0.114 * blue
+
+    greys = [lightness(colour) for colour in STATE_COLOURS.values()]
+    assert min(abs(one - other) for one, other in pairwise(greys)) > 0.1
