@@ -12,8 +12,10 @@ of the wall). Returns 0 where all goals are met.
 
 import argparse
 import json
+import os
 import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +28,7 @@ import numpy as np
 from harness.config.checks import checked
 from harness.config.compose import normalise
 from harness.config.schema import RunConfig
+from harness.environment import cpu_name
 from harness.measure.vllm import engine_settings
 from harness.point.bands import Band, bands
 from harness.sweep.plan import one_configuration
@@ -167,7 +170,15 @@ def ordered(rows: Sequence[Mapping[str, Any]], noise: Mapping[str, float]) -> tu
 
 def page(result: Mapping[str, Any]) -> tuple[str, bool]:
     """The result as Markdown, and whether all goals are met."""
-    rows, lines, met = result["rows"], [], True
+    rows, met = result["rows"], True
+    lines = [
+        f"# What-ifs on vLLM {result['vllm']}, predicted from one run",
+        "",
+        "By `python tests/nightly/vllm_what_ifs.py VLLM_PYTHON`; seconds are "
+        + ("CPU-seconds at one pace" if result["clock"] == "cpu" else "those of the wall")
+        + f", on {result['cpu']}, load {result['load'][0]:.1f} to {result['load'][1]:.1f}. {result['fit']}",
+        "",
+    ]
     lines += ["| change | " + " | ".join(f"{name}: measured, error, in its band" for name in GOALS) + " |"]
     lines += ["|---" * (1 + len(GOALS)) + "|"]
     for row in rows:
@@ -204,38 +215,53 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("results/vllm-what-ifs"))
     parser.add_argument("--only", type=int, help="this many of the changes, spread over all")
     parser.add_argument("--requests", type=int, default=240)
+    parser.add_argument("--logs", type=Path, help="where the logs of the probe are kept; default: nowhere")
     parser.add_argument("--clock", choices=("cpu", "wall"), default="cpu")
     flags = parser.parse_args(words)
-    began = time.monotonic()
     flags.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        result = proved(flags, flags.logs or Path(folder))
+    text, met = page(result)
+    (flags.out / "what-ifs.json").write_text(json.dumps(result, indent=1) + "\n")
+    (flags.out / "what-ifs.md").write_text(text)
+    sys.stdout.write(text)
+    return 0 if met else 1
+
+
+def proved(flags: argparse.Namespace, logs: Path) -> dict[str, Any]:
+    """Fit, predict and measure; the logs of the probe and the fitted device lie in `logs`."""
+    began = time.monotonic()
+    logs.mkdir(parents=True, exist_ok=True)
     changes = CHANGES if flags.only is None else CHANGES[:: max(1, len(CHANGES) // flags.only)][: flags.only]
-    base = Load.of((), flags.requests)
+    base, load_before = Load.of((), flags.requests), os.getloadavg()[0]
     with Peer(flags.vllm_python, HERE / "vllm_load.py") as vllm:
-        base.measure(vllm, flags.out / "log-warm", flags.clock)
-        repeats = [
-            base.measure(vllm, flags.out / f"log-base-{number}", flags.clock) for number in range(_REPEATS)
-        ]
+        base.measure(vllm, logs / "warm", flags.clock)
+        repeats = [base.measure(vllm, logs / f"base-{number}", flags.clock) for number in range(_REPEATS)]
         repeats.sort(key=lambda log: measured_figures(log)["tpot_p50"])
-        fit, device = fitted(repeats[_REPEATS // 2], base, flags.out)
-        sys.stdout.write(f"fit on {fit.fitted_on} of {fit.requests} requests; on the others {fit.held_out}\n")
+        fit, device = fitted(repeats[_REPEATS // 2], base, logs)
+        sys.stdout.write(f"{fit.said}\n")
         rows = []
         for number, change in enumerate(changes):
             load = Load.of(change, flags.requests)
-            rows.append(
-                row_of(change, load, load.measure(vllm, flags.out / f"log-{number}", flags.clock), device)
-            )
+            log = load.measure(vllm, logs / str(number), flags.clock)
+            rows.append(row_of(change, load, log, device))
             sys.stdout.write(f"{time.monotonic() - began:5.0f} s  {rows[-1]['change']}\n")
             sys.stdout.flush()
     seen = [measured_figures(log) for log in repeats]
     noise = {
         name: float(2 * np.sqrt(2) * np.std(np.log([one[name] for one in seen]), ddof=1)) for name in GOALS
     }
-    result = {"vllm": repeats[0].settings.version, "noise": noise, "fit": str(fit.held_out), "rows": rows}
-    text, met = page(result)
-    (flags.out / "what-ifs.json").write_text(json.dumps(result, indent=1) + "\n")
-    (flags.out / "what-ifs.md").write_text(text)
-    sys.stdout.write(text)
-    return 0 if met else 1
+    return {
+        "vllm": repeats[0].settings.version,
+        "cpu": cpu_name(),
+        "clock": flags.clock,
+        "load": [load_before, os.getloadavg()[0]],
+        "requests": flags.requests,
+        "base": BASE,
+        "fit": fit.said,
+        "noise": noise,
+        "rows": rows,
+    }
 
 
 if __name__ == "__main__":
