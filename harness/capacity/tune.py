@@ -143,10 +143,11 @@ def _said(grid: _Grid, slo: Slo, found: Tuned) -> list[str]:
     }
     shown = ", ".join(f"{name} {digits(value)} {METRICS[name].unit}" for name, value in figures.items())
     broken = ", ".join(map(str, broken_goals(slo, figures)))
-    system, total = grid.points[0].config.engine.system, len(grid.points)
+    total = len(grid.points)
+    engine = "vLLM" if grid.points[0].config.engine.on_vllm else "PageTwin's engine"
     lines = [
         str(first.scope),
-        f"Best of {total} cells, {len(found.cells)} of them measured (engine={system}): {best.label}: {shown}"
+        f"Best of {total} cells, {len(found.cells)} of them measured on {engine}: {best.label}: {shown}"
         + (f". It does not hold {broken}." if broken else "."),
         f"Regret: it may be up to {100 * found.regret:.1f} % worse than the best of all {total} cells (in "
         f"{100 * SURE:.0f} of 100 cases less); two equal cells differ by up to {100 * found.noise:.1f} % here.",

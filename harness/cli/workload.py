@@ -246,9 +246,8 @@ def _measure(flags: argparse.Namespace, words: list[str], slo: "Slo") -> int:
         raise UserError(
             "--measure N: at least 1 cell, of a SOURCE that is a trace file; workload.num_requests takes fewer requests"
         )
-    overrides = ["trace=file", f"trace.path={source}", *_WHOLE, *words]
-    last = {word.lstrip("+").partition("=")[0]: word for word in overrides}
-    for line in tune_grid(list(last.values()), slo, flags.measure, lambda what: remark(f"{what}")):
+    overrides = _whole(["trace=file", f"trace.path={source}", *words])
+    for line in tune_grid(overrides, slo, flags.measure, remark):
         say(line)
     return 0
 
@@ -333,8 +332,15 @@ def _of_trace(words: list[str]) -> _Source:
     from harness.config.compose import normalise
     from harness.sweep.plan import one_configuration
 
-    last = {word.lstrip("+").partition("=")[0]: word for word in ("measure=false", *_WHOLE, *words)}
-    return _Source(checked(normalise(one_configuration(tuple(last.values()), "advice is for"))))
+    found = one_configuration(("measure=false", *_whole(words)), "advice is for")
+    return _Source(checked(normalise(found)))
+
+
+def _whole(words: Sequence[str]) -> list[str]:
+    """The words, behind those of whole traces where the words do not say otherwise, a group of theirs included."""
+    last = {word.lstrip("+").partition("=")[0]: word for word in words}
+    own = (word for word in _WHOLE if not {word.partition("=")[0], word.partition(".")[0]} & last.keys())
+    return [*own, *last.values()]
 
 
 def _with_groups(config: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig":

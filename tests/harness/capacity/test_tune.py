@@ -14,6 +14,8 @@ import pytest
 from harness.capacity.slo import parse_slo
 from harness.capacity.tune import Tuned, score, tune
 from harness.cli.main import main
+from harness.cli.workload import case_of
+from harness.config.schema import ReplayMode
 
 GRIDS = json.loads((Path(__file__).parents[2] / "data" / "measured_grids.json").read_text())
 SLOS = ("output_throughput>1", "ttft_p50<0.05,tpot_mean<0.005", "e2e_p90<1")
@@ -79,3 +81,10 @@ def test_what_cannot_be_measured_is_refused(
     trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,20,5\n0.1,30,6\n")
     assert main(["advise", str(trace), *words]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_client_that_the_user_names_sends_the_requests(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0.0,20,5\n0.1,30,6\n")
+    found = case_of(trace, ["replay=closed"], parse_slo("tpot_mean<1")).case
+    assert found.config.replay.mode is ReplayMode.closed
