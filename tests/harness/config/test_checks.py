@@ -65,6 +65,8 @@ def test_every_range_has_an_end_that_64_bits_hold() -> None:
         ),
         (["workload.request_rate=1e-300"], "workload.request_rate: found 1e-300, must be 1e-06 or greater"),
         (["workload.num_requests=100000000000"], "must be 1 or greater and at most 10,000,000"),
+        (["measure=false", "model.chunked_windows=true"], "model.window is null"),
+        (["scheduler.long_prefill_adaptive=true"], "there is no cap to raise"),
         (["cache.pool_tokens=1000000000000"], "must be 1 or greater and at most 1,000,000,000"),
         (
             ["scheduler.max_batched_tokens=100000000000000000000"],

@@ -44,6 +44,15 @@ def test_gpt_oss_has_a_group_of_windows_beside_a_full_one() -> None:
     assert kinds == [("window", 12, 128), ("full", 12, None)]
 
 
+def test_without_a_prefix_cache_there_is_no_ratio_of_hits_and_not_one_of_0() -> None:
+    words = ("cache.groups=off", "device=h200", "model=llama3_8b", "workload.num_requests=4")
+    asked, unasked = (
+        run_point(config(*words, f"cache.prefix_caching={on}")).record for on in ("true", "false")
+    )
+    assert "hit_ratio" in asked.simulated
+    assert "hit_ratio" not in unasked.simulated | unasked.analytic
+
+
 def test_a_run_without_rows_says_where_the_bytes_of_its_pools_went() -> None:
     words = ("model=gpt_oss_20b", "device=h200", "cache.pool_tokens=20000", "workload.num_requests=8")
     kept, summed = (
@@ -158,7 +167,6 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
         ("cache.pool_blocks", ("cache.groups=separate", "cache.pool_blocks=100", "cache.pool_tokens=null")),
         ("replay.kv_events", ("replay.kv_events=true",)),
         ("replay.lookups", ("replay.lookups=true",)),
-        ("oracle", ("oracle=vllm",)),
     ],
 )
 def test_what_groups_do_not_serve_is_refused_by_its_key(key: str, overrides: tuple[str, ...]) -> None:
