@@ -110,7 +110,7 @@ def test_every_option_of_vllm_that_we_read_stands_in_the_table() -> None:
     for ours, theirs in VLLM_NAMES.items():
         keys = told.get("--" + theirs.replace("_", "-")) or told["--speculative-config"]
         other = {
-            "host_memory_gb": "host_tokens",
+            "host_memory_gb": "tier_tokens",
             "quantization": "weight_dtype",
         }  # no key of ours is the same
         assert keys[0].partition(".")[2] == other.get(ours, ours)
