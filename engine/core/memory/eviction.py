@@ -152,7 +152,8 @@ class LruQueue(EvictionPolicy):
 
         Raises OutOfBlocksError, and changes nothing, if the queue has fewer than `count` blocks.
         """
-        self.check_count(count)
+        if count > self._size:
+            self.check_count(count)
         victims: list[int] = []
         while len(victims) < count:
             run = self._runs[0]
