@@ -16,6 +16,7 @@ from tiers import cases
 
 from paged_kernels import (
     cascade_attention_decode,
+    launch_policy,
     merge_attn_states,
     paged_attention_prefill,
     reshape_and_cache,
@@ -153,8 +154,9 @@ def test_a_length_on_the_edge_of_a_split_is_exact():
 @cases("more", [-1, 0, 1], day=(1,))
 def test_a_length_on_the_edge_of_a_balanced_part_is_exact(monkeypatch, more):
     cut_short_rows(monkeypatch)
+    monkeypatch.setattr(launch_policy, "SPLIT_TOKENS", 128)  # parts of two tiles
     lengths = (192 + more, 128 + more, 64)
-    room = Room(1, 3, 18_000, programs=1, tile=64, tile_bytes=65_536, partial_bytes=0)
+    room = Room(16, 3, 18_000, programs=1, tile=64, tile_bytes=65_536, partial_bytes=0)
     listed = PartsOfStep().of(torch.tensor(lengths), room, 0, Workspace())
     assert {end * 64 for _, _, end, *_ in listed.entries.view(-1, 8)[:2].tolist()} == {
         128,
