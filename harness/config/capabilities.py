@@ -45,6 +45,7 @@ class Way(StrEnum):
     measured = "set measure=false to predict alone"
     measured_groups = "set measure=false to predict alone, or cache.groups=off"
     replicas = "leave it out, or set device.data_parallel=1"
+    tiers = "leave it out, or set cache.tier_tokens=0"
     client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
     ahead = "leave it out, or set scheduler.async_frees_at_once=true"
     no_cache = "use cache.policy=paged cache.prefix_caching=true"
@@ -207,12 +208,14 @@ TABLE: tuple[Capability, ...] = (
         "decoding.mode",
         lambda a: _if(a.several, "several sequences"),
         {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
-         "(decoding.sharing=prefix_cache)"},
+         "(decoding.sharing=prefix_cache)",
+         Way.tiers: "what a tier does to forked blocks is not tested"},
     ),
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.measured_groups: "its tensors take no draft tokens",
+        {Way.tiers: "what a tier does to the blocks of drafts is not tested",
+         Way.measured_groups: "its tensors take no draft tokens",
          Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
          Way.vllm: "a measured vLLM has no draft model"},
     ),
@@ -450,6 +453,7 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
     asked = asked_of(config)
     ways = {
         Way.groups: (config.cache.groups is not GroupPages.off, f"cache.groups={config.cache.groups}"),
+        Way.tiers: (config.cache.tier_tokens > 0, f"cache.tier_tokens={config.cache.tier_tokens}"),
         Way.measured: (config.measure, "measure=true"),
         Way.measured_groups: (
             config.measure and config.cache.groups is not GroupPages.off,

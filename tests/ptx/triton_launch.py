@@ -89,7 +89,7 @@ def interpreted_launches(
             stack.enter_context(
                 patch(f"paged_kernels.triton.{module}.capability_of", lambda device: capability)
             )
-        stack.enter_context(patch("paged_kernels.backends._no_triton", lambda device, name: ""))
+        stack.enter_context(patch("paged_kernels.backends._no_triton", lambda device: ""))
         before = driver._active
         stack.callback(functools.partial(setattr, driver, "_active", before))
         driver.set_active(Driver(capability))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from paged_kernels.attention import prepare_torch, run_triton
-from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, no_hopper
+from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, no_hopper, unavailable
 from paged_kernels.cascade_groups import (
     CascadeCost,
     CascadeGroups,
@@ -75,7 +75,7 @@ class ContiguousDecode(Everywhere):
 
     def available(self, device: torch.device) -> str | None:
         """It is a Triton kernel."""
-        reason = choose_backend("auto", device).reason
+        reason = unavailable("triton", device) or ("" if device.type == "cuda" else "needs a CUDA device")
         return f"is the Triton decode without a block table, which {reason}" if reason else None
 
     def prepare(self, case: Case) -> Run:

@@ -139,7 +139,7 @@ def test_a_deployment_on_a_preset_that_was_rounded_from_a_fit_is_marked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("harness.scoreboard.fidelity.KINDS", (CostKind.roofline,))
-    monkeypatch.setattr("harness.scoreboard.fidelity.fit_device", lambda *_: _fit_of_nothing())
+    monkeypatch.setattr("harness.scoreboard.fidelity.fit_log", lambda log, _: (log, None, _fit_of_nothing()))
     recorded = Path(__file__).resolve().parents[2] / "data" / "deployments" / "servingsim-recorder"
     (unfitted, _), _ = log_rows(read_engine_log(recorded), ("device=rtx_pro_6000",))
     assert "compute_efficiency of the preset is rounded from a fit" in unfitted["fit"]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from harness.oracle.check import vllm_version
 from harness.serve import kv_events
 from harness.serve.kv_events import KvEventPublisher
 from harness.trace.capture import Captured, capture
-from harness.twin.reading import read_engine_log
 from traces.formats.kv_events import AllBlocksCleared, BlockStored, EventBatch, decode
 from traces.reading import read_trace
 from traces.trace import Trace
@@ -49,7 +47,6 @@ class Server:
         self.address, self.publisher, self.sent = address, publisher, sent
         self.endpoint = endpoint.replace("*", "127.0.0.1")
         self.cached: list[int] = []
-        self.log = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]  # of the client
         self.captured = Captured([], 0, 0, 0)
         self._done = threading.Event()
         self._polls = len(PROMPTS) + 8  # of the subscriber, after all is published
@@ -68,10 +65,7 @@ class Server:
         assert self.publisher.await_subscriber(PATIENCE_S)
         for prompt in PROMPTS:
             body = {"prompt": prompt, "max_tokens": 2, "temperature": 0}
-            began = time.time()
             answer = httpx.post(f"{self.address}/v1/completions", json=body, timeout=PATIENCE_S).json()
-            ended = time.time()  # the answer comes at once, so both tokens have this time
-            self.log.append(f"{began:.6f},{len(prompt)},2,{ended:.6f},{ended:.6f}")
             self.cached.append((answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
         httpx.post(f"{self.address}/reset_prefix_cache", timeout=PATIENCE_S)
         assert wait_until(lambda: isinstance(self.batches()[-1].events[-1], AllBlocksCleared))
@@ -135,14 +129,6 @@ def test_the_rebuilt_trace_has_the_same_prefix_hits(server: Server, tmp_path: Pa
     path = tmp_path / "events.msgpack"
     path.write_bytes(b"".join(server.captured.batches))
     assert hits_of(path) == server.cached == [0, 16, 0, 16]
-
-
-def test_a_clients_log_joined_with_the_events_has_the_servers_hits(server: Server, tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("\n".join(server.log) + "\n")
-    (tmp_path / "kv.events").write_bytes(b"".join(server.captured.batches))
-    found = read_engine_log(tmp_path)
-    assert any("4 of 4 requests have their prompt's blocks" in note for note in found.notes)
-    assert hits(found.workload) == server.cached == [0, 16, 0, 16]
 
 
 def hits_of(path: Path) -> list[int]:
