@@ -226,7 +226,7 @@ class LLM:
         """
         _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
         batch = [_described(one, number) for number, one in enumerate(_prompt_list(prompts))]
-        params = [self.get_default_sampling_params()] if sampling_params is None else sampling_params
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _spread("sampling_params", params, len(batch))
         ids = self._submit(
             batch, each, _spread("priority", priority or 0, len(batch)), tokenization_kwargs or {}
@@ -432,9 +432,8 @@ def _prompt_list(prompts: Any) -> list[Any]:
 
 def _spread(name: str, given: Any, count: int) -> list[Any]:
     """One value for all prompts, or one for each. Raises RequestError where their numbers differ."""
-    each = list(given) if isinstance(given, Sequence) else [given] * count
-    if len(each) == 1 and isinstance(each[0], SamplingParams) and count != 1 and name == "sampling_params":
-        each *= count
+    each = list(given) if isinstance(given, Sequence) else [given]
+    each = each * count if len(each) == 1 else each
     if len(each) != count:
         raise RequestError(f"{name}: {len(each)} of them for {count} prompts")
     return each

@@ -56,7 +56,7 @@ _WINDOWS_KEPT = (
     "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
     "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
 )
-
+_TIERS = "writes to tiers take no time of a step and wait for a request's end, so their gain is an upper end"
 
 # The sampler of the profile run holds for each logit: bfloat16 (2), float32 (4), sorted (4), index of the sorted (8),
 # probability (4), sum of the sorted (4). FlashInfer's and Triton's samplers, which newer versions choose, take less.
@@ -497,7 +497,7 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.sight,
-        note=_WINDOWS_KEPT if slides and not groups else "",
+        note="; ".join([_WINDOWS_KEPT] * (slides and not groups) + [_TIERS] * (cache.tier_tokens > 0)),
         groups=groups,
         page_counts=counts if groups else (),
     )
