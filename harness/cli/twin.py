@@ -64,8 +64,7 @@ def _run(arguments: Arguments) -> int:
     """Read, fit, predict, write and print; returns the exit code."""
     from harness.twin.page import notes, write_twin
     from harness.twin.reading import read_engine_log
-    from harness.twin.twin import verdict
-    from harness.twin.what_ifs import own_what_ifs
+    from harness.twin.twin import finding, verdict
 
     flags = arguments.flags
     folder = Path(flags.folder).expanduser()
@@ -78,16 +77,16 @@ def _run(arguments: Arguments) -> int:
         return _check(flags, log, words, out)
     twin = _twin(arguments, log, words, out)
     if flags.what_if:
-        for answer in own_what_ifs(
-            twin.log, twin.config, flags.what_if, lambda one: remark(f"what if {one}")
-        ):
+        refused = [one for one in twin.changes if one.figures is None]
+        for answer in twin.changes[0 if twin.base.settings[1:] else 1 :]:
             say(str(answer))
         say(verdict(twin))
-        return 0
+        return 2 if refused else 0
     page = write_twin(twin, out)
     for note in notes(twin):
         remark(f"note: {note}")
-    say(verdict(twin))
+    for line in filter(None, (finding(twin), verdict(twin))):
+        say(line)
     for name, (mean, bias, top) in twin.series_errors().items():
         say(f"  {name:8} mean absolute error {mean:.2f} (bias {bias:+.2f}) of at most {top:.1f}")
     hits, expected = twin.hits
@@ -136,9 +135,8 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
     from harness.twin.configured import configured
     from harness.twin.fit import fit_log, fitted_device, write_device
     from harness.twin.prediction import predictor
-    from harness.twin.trust import bands_of_log
     from harness.twin.twin import Twin
-    from harness.twin.what_ifs import what_ifs
+    from harness.twin.what_ifs import questions, what_ifs
 
     flags = arguments.flags
     fits = not (flags.no_fit or flags.device)
@@ -153,13 +151,9 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
         log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
         config, prediction = replace(found.config, device=fitted_device(fit, log)), fit.prediction
         write_device(fit, log, found, command_of("twin", arguments), out / FIT)
-    changes = (
-        []
-        if flags.no_what_ifs or flags.what_if
-        else what_ifs(log, config, prediction, lambda one: remark(f"what if {one}"))
-    )
-    command = command_of("twin", arguments)
-    return Twin(log, found, config, prediction, fit, changes, command, bands_of_log(log, config, prediction))
+    asked = flags.what_if or ([] if flags.no_what_ifs else questions(config, prediction))
+    changes = what_ifs(log, config, prediction, asked, lambda one: remark(f"what if {one}"))
+    return Twin(log, found, config, prediction, fit, changes, command_of("twin", arguments))
 
 
 FIT = "fit.yaml"  # in the folder of the report: the fitted device, and beside it its deployment and the load

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from harness.report.style import GREY, PAGE_IN, PALETTE, Drawing, new_figure, panels
-from harness.twin.twin import Twin, change_of
+from harness.twin.twin import Twin
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -129,36 +129,31 @@ def _against(
 def changes(twin: Twin) -> Drawing:
     """Every what-if as its change from the prediction for the deployment's own settings."""
     data = changes_table(twin)
-    shown = data[data["refused"] == ""]
-    figure = new_figure(PAGE_IN, 0.9 + 0.21 * max(len(shown), 3))
+    rows = [one for one in twin.changes[1:] if one.figures]
+    figure = new_figure(PAGE_IN, 0.9 + 0.21 * max(len(rows), 3))
     grid = figure.subplots(1, len(_SHOWN), sharey=True, squeeze=False)[0]
-    places = -np.arange(len(shown))
-    errors = {"tpot_p50": twin.errors.tpot_p50, "ttft_p50": twin.errors.ttft_p50}
     for panel, (name, label) in zip(grid, _SHOWN, strict=True):
-        values = shown[f"{name}_change"].to_numpy(np.float64)
-        band = abs(errors.get(name, 0.0))
-        panel.axvspan(-100 * band, 100 * band, color="#ececec", linewidth=0)
         panel.axvline(0, color=GREY, linewidth=0.8)
-        for value, place, outside in zip(values, places, shown["outside"], strict=True):
-            if not np.isfinite(value):
+        for place, one in enumerate(rows):
+            factor, band = one.factor(name), one.change.get(name)
+            if factor is None:
                 continue
-            inside = outside < 0.005
-            drawn = float(np.clip(value, -_FAR, _FAR))
-            colour = PALETTE[0] if inside else PALETTE[1]
-            panel.plot([100 * drawn], [place], marker="o" if inside else "D", color=colour, linestyle="none")
-            if drawn != value:
-                side = -1 if value > 0 else 1
+            colour = GREY if not one.shows(name) else PALETTE[0] if one.outside < 0.005 else PALETTE[1]
+            ends = [factor] if band is None else [band.low, band.high]
+            low, drawn, high = (float(np.clip(at - 1, -_FAR, _FAR)) for at in (min(ends), factor, max(ends)))
+            panel.plot([100 * low, 100 * high], [-place, -place], color=colour, linewidth=0.9)
+            panel.plot([100 * drawn], [-place], marker="o", color=colour, linestyle="none")
+            if drawn != factor - 1:
                 panel.annotate(
-                    f"{100 * value:+,.0f} %", (100 * drawn, place), textcoords="offset points", xytext=(7 * side, -2.5),
-                    ha="right" if side < 0 else "left", fontsize=6,
+                    f"{100 * (factor - 1):+,.0f} %", (100 * drawn, -place), textcoords="offset points",
+                    xytext=(-7, -2.5), ha="right", fontsize=6,
                 )  # fmt: skip
         panel.set(xlabel=f"change of {label} (%)", xlim=(-108 * _FAR, 108 * _FAR))
-    names = [f"{group}: {setting}" for group, setting in zip(shown["group"], shown["setting"], strict=True)]
-    grid[0].set_yticks(places, names)
-    grid[0].set_ylim(-len(shown) + 0.4, 0.6)
+    grid[0].set_yticks(-np.arange(len(rows)), [one.name for one in rows])
+    grid[0].set_ylim(-len(rows) + 0.4, 0.6)
     caption = (
-        "What-ifs against the prediction for the settings as they are. Grey: a change smaller than the error of the "
-        "prediction itself. Diamonds: partly in steps larger than any that this deployment took."
+        "What-ifs against the prediction for the settings as they are, with the band of each change. Grey: no "
+        "difference beyond it. Orange: partly in steps larger than any that this deployment took."
     )
     return Drawing("what_ifs", caption, figure, data)
 
@@ -167,13 +162,15 @@ def changes_table(twin: Twin) -> "pd.DataFrame":
     """One row for each what-if, with its figures and their change from the base."""
     import pandas as pd
 
-    base, rows = twin.base, []
-    for one in twin.changes:
-        row: dict[str, object] = {"group": one.group, "setting": one.setting}
-        for name in base.figures or {}:
-            change = change_of(one, base, name)
+    rows = []
+    for one in twin.changes[1:]:
+        row: dict[str, object] = {"setting": one.name}
+        for name in one.before:
+            factor, band = one.factor(name), one.change.get(name)
             row[name] = (one.figures or {}).get(name, np.nan)
-            row[f"{name}_change"] = np.nan if change is None else change
+            row[f"{name}_change"] = np.nan if factor is None else factor - 1
+            row[f"{name}_change_low"] = np.nan if band is None else band.low - 1
+            row[f"{name}_change_high"] = np.nan if band is None else band.high - 1
         row |= {"kv_peak": one.kv_peak, "preemptions": one.preemptions, "hit_share": one.hit_share}
         row |= {"outside": one.outside, "refused": one.note if one.figures is None else "", "note": one.note}
         rows.append(row)

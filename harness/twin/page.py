@@ -7,8 +7,8 @@ from harness.report.style import Drawing, drawing_files, filled, inline, style
 from harness.store.atomic import write_files
 from harness.twin.figures import changes, latency, state
 from harness.twin.fit import doubts, trace_bytes
-from harness.twin.twin import Twin, change_of, constants_of, grade, trust, verdict
-from harness.twin.what_ifs import FIGURES, WhatIf
+from harness.twin.twin import Twin, constants_of, finding, grade, verdict
+from harness.twin.what_ifs import FIGURES, WhatIf, signed
 from harness.workload.deployment import deployment_of
 from harness.workload.trace import traffic_of
 
@@ -27,7 +27,7 @@ _ALL = {"ttft_mean": "TTFT mean", "tpot_mean": "TPOT mean"}  # beside them, of t
 def write_twin(twin: Twin, folder: Path) -> Path:
     """Write the report; returns the path of the page. Raises StoreError where it cannot be written."""
     with style():
-        drawings = [state(twin), latency(twin), *([changes(twin)] if twin.changes else [])]
+        drawings = [state(twin), latency(twin), *([changes(twin)] if len(twin.changes) > 1 else [])]
         files = {name: data for drawing in drawings for name, data in drawing_files(drawing).items()}
     files["workload.jsonl"] = trace_bytes(twin.log.workload)
     files["summary.md"] = summary(twin).encode()
@@ -78,8 +78,7 @@ def notes(twin: Twin) -> list[str]:
             "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
             "under other settings."
         )
-    remarks = dict.fromkeys((one.group, one.note) for one in twin.changes if one.note and one.figures)
-    found += [f"What-if {group}: {note}." for group, note in remarks]
+    found += dict.fromkeys(f"What-if: {one.note}." for one in twin.changes if one.note and one.figures)
     found.append(
         "Not priced: block size in the kernels, work of the server before the scheduler's queue and after the last "
         "token, other load on the device."
@@ -95,22 +94,23 @@ def summary(twin: Twin) -> str:
         verdict=verdict(twin),
         figures=_figures(twin),
         labels=list(_LABELS.values()),
-        changes=[(one, _cells(twin, one), trust(twin, one)) for one in twin.changes],
+        finding=finding(twin),
+        changes=[(one, _cells(one), one.trust) for one in twin.changes[1:]],
         notes=notes(twin),
     )
 
 
-def _cells(twin: Twin, one: WhatIf) -> list[str]:
-    """The figures of a what-if with their change from the base."""
+def _cells(one: WhatIf) -> list[str]:
+    """The figures of a what-if with their change, and its band, or that it is none."""
     cells = []
     for name in _LABELS:
-        value, change = (one.figures or {}).get(name), change_of(one, twin.base, name)
-        if value is None or change is None:
+        value, factor, band = (one.figures or {}).get(name), one.factor(name), one.change.get(name)
+        if value is None or factor is None:
             cells.append("–")
             continue
-        said = f"x {1 + change:.0f}"
-        if abs(change) < 9.995:
-            said = f"{100 * change:+.1f}\u00a0%" if abs(change) >= 0.0005 else "0.0\u00a0%"
+        said = "within its band" if one.changes else "same"
+        if one.shows(name):
+            said = signed(factor) + (f"; {signed(band.low)} to {signed(band.high)}" if band else "; no band")
         cells.append(f"{_shown(name, value)} ({said})")
     return cells
 
@@ -166,9 +166,10 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
             for drawing in drawings
         ],
         labels=list(_LABELS.values()),
+        finding=finding(twin),
         changes=[
-            (one, _cells(twin, one), trust(twin, one), f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
-            for one in twin.changes
+            (one, _cells(one), one.trust, f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
+            for one in twin.changes[1:]
         ],
         base_cells=[_shown(name, (twin.base.figures or {}).get(name)) for name in _LABELS],
         base=twin.base,

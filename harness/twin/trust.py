@@ -1,18 +1,16 @@
 """How far a twin can be trusted: the bands of its figures, and its errors by load and by length of prompts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from harness.config.schema import RunConfig
-from harness.point.bands import Band, bands
+from harness.point.bands import Band
 from harness.twin.log import EngineLog
-from harness.twin.prediction import PredictedRun, errors_of, others, predictor
-from harness.twin.what_ifs import figures_of
+from harness.twin.prediction import PredictedRun, errors_of
+from harness.twin.what_ifs import with_draws
 
 _FEWEST = 10  # requests of a part whose errors are said
-_MOST = 1_500  # requests of a log that are simulated for bands
 
 
 def bands_of_log(log: EngineLog, config: RunConfig, prediction: PredictedRun) -> dict[str, Band]:
@@ -21,21 +19,7 @@ def bands_of_log(log: EngineLog, config: RunConfig, prediction: PredictedRun) ->
     Raises:
         ConfigError: a request of the log can never be served with these settings, or `device.fits` cannot be read.
     """
-    whole, part = figures_of(log, prediction), _beginning(log)
-    ours = whole if part is log else figures_of(part, predictor(config, part.workload)(config.device))
-    drawn = [figures_of(part, other) for other in others(config, part.workload)]
-    found = bands(ours, drawn, config.device)
-    shares = {name: (band.low / ours[name], band.high / ours[name]) for name, band in found.items()}
-    return {name: Band(whole[name] * low, whole[name] * high) for name, (low, high) in shares.items()}
-
-
-def _beginning(log: EngineLog) -> EngineLog:
-    """The first requests of a long log, whose bands are those of the whole: each takes a dozen simulations."""
-    if len(log.requests) <= _MOST:
-        return log
-    rows = log.workload.requests[:_MOST]
-    part = log.workload.changed(rows, f"the first {_MOST:,} requests")
-    return replace(log, requests=log.requests.take(slice(0, _MOST)), workload=part)
+    return dict(with_draws(log, config, log.workload, prediction).bands)
 
 
 def errors_by_part(prediction: PredictedRun, log: EngineLog, first: int) -> list[str]:

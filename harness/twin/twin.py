@@ -1,7 +1,7 @@
 """A twin: a deployment beside its simulation, with the errors that were found and the what-ifs."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from harness.twin.configured import Configured
 from harness.twin.fit import Fit
 from harness.twin.log import EngineLog, FloatArray, Timeseries
 from harness.twin.prediction import Errors, PredictedRun, errors_of
-from harness.twin.what_ifs import WhatIf, base_of, measured_figures
+from harness.twin.what_ifs import WhatIf, measured_figures
 
 _TICK_S = 1.0
 _MOST_TICKS = 5000
@@ -19,7 +19,10 @@ _MOST_TICKS = 5000
 
 @dataclass(frozen=True)
 class Twin:
-    """A deployment, its configuration and its prediction. Without a `fit` the device's own constants predicted it."""
+    """A deployment, its configuration and its prediction. Without a `fit` the device's own constants predicted it.
+
+    `changes` are the what-ifs, of which the first is the deployment as it is.
+    """
 
     log: EngineLog
     configured: Configured
@@ -28,7 +31,6 @@ class Twin:
     fit: Fit | None
     changes: Sequence[WhatIf]
     command: str
-    bands: Mapping[str, Band] = field(default_factory=dict)  # of figures of `base`; empty: none is known
 
     @property
     def errors(self) -> Errors:
@@ -45,7 +47,12 @@ class Twin:
     @property
     def base(self) -> WhatIf:
         """The deployment's own settings, as predicted."""
-        return base_of(self.log, self.prediction)
+        return self.changes[0]
+
+    @property
+    def bands(self) -> Mapping[str, Band]:
+        """Of the figures of `base`; empty: none is known."""
+        return self.base.bands
 
     @property
     def measured(self) -> dict[str, float]:
@@ -162,20 +169,9 @@ def grade(twin: Twin) -> str:
     return "bad" if worst > 3 else "fair" if worst > 1 or len(known) < len(shares) else "good"
 
 
-def change_of(change: WhatIf, base: WhatIf, name: str) -> float | None:
-    """The relative change of a figure from the base; None where it was refused or is not known."""
-    if change.figures is None or base.figures is None:
-        return None
-    before, after = base.figures[name], change.figures[name]
-    return after / before - 1 if before and np.isfinite(before) and np.isfinite(after) else None
-
-
-def trust(twin: Twin, change: WhatIf) -> str:
-    """How far an answer can be trusted, in words."""
-    if change.figures is None:
-        return "no answer"
-    if change.same_as:
-        return f"no change: the same figures as {change.same_as}"
-    if change.outside >= 0.005:
-        return f"extrapolated: {100 * change.outside:.0f} % of the time in steps larger than any in the log"
-    return "inside the log's range"
+def finding(twin: Twin) -> str:
+    """The what-if that helps most, in one sentence; empty where none was asked."""
+    if len(twin.changes) < 2:
+        return ""
+    best = twin.changes[1]
+    return f"What helps most: {best}." if best.gain > 0 else "No what-if helps by more than its band."

@@ -1,25 +1,24 @@
 """What-ifs: the deployment's requests under other settings, each beside the prediction for the settings that it has.
 
-Each answer has the trust that the fit earned: the error on requests that the fit had not seen, and the share of the
-time in steps that are larger than any of the deployment, about which its log says nothing. `own_what_ifs` answers the
-user's own questions, with bands of the figures and of their change.
+A question is `key=value,value` or `load=factor`: the user's own, or the `questions` that are always asked. Each answer
+has bands of its figures and of their change, and the trust that the fit earned: the share of the time in steps that are
+larger than any of the deployment, about which its log says nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from engine.core.options import Preemption
 from engine.runtime.options import VLLM_NAMES
 from harness.config.checks import checked
 from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
-from harness.config.values import converted, replaced
+from harness.config.values import UnusualError, converted, replaced
 from harness.metrics.compute import compute_metrics
 from harness.point.bands import COVERS, Band, bands
 from harness.report.numbers import digits, seconds
@@ -31,108 +30,187 @@ from traces.reshape import set_rate
 from traces.trace import Trace
 
 FIGURES = (*("ttft_p50", "ttft_mean", "ttft_p99", "tpot_p50", "tpot_mean", "tpot_p99", "output_throughput"),)
+LOAD, BLOCK_SIZE, POOL = "load", "cache.block_size", "cache.pool"
+NOT_PRICED = {
+    BLOCK_SIZE: "the cost model does not price block size: sizes differ by the last, partly filled block and by prefix "
+    "reuse"
+}
 _BLOCKS = (8, 16, 32, 64, 128)
-_TIGHT = 0.5  # share of the KV that the base uses at most: a pool in which requests are preempted
-_NO_SWAP = "vLLM's V1 scheduler does not swap; the price of a swap is the datasheet's link, which no log was fitted to"
-_MORE_MEMORY = "a pool larger than the deployment's needs more memory than it gave to KV"
-_BLOCK = (
-    "the cost model does not price block size: what differs is the last, partly filled block and prefix reuse"
-)
+_FACTORS = (0.25, 0.5, 2.0, 4.0)
+_OF_POOL, _OF_PEAK = (2.0, 0.5), (1.0, 0.75, 0.5)
+_LABELS = {"ttft_p50": "median TTFT", "tpot_p50": "median TPOT", "output_throughput": "output tokens/s"}
+_SAME = 0.005  # of a figure: less is no change, whatever its band
+_MOST = 1_500  # requests of a log that are simulated for bands
 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """One change and what it gives. `figures` by name of `FIGURES`; None: refused, and `note` says why.
+    """Settings that are one and the same simulation, and what it gives. The first row is of those as they are.
 
-    `outside` is the share of the time in steps with more rows, tokens or KV than any step of the base.
+    `figures` by name of `FIGURES`, and `before` those of the first row; None: refused, and `note` says why. `outside`
+    is the share of the time in steps with more rows, tokens or KV than any step of the first row. `bands` are of the
+    figures; a change is a factor, and `change` has its band, from the same draws of constants and chance before and
+    after. Both are empty where nothing is known of the device's constants, and where no figure changes.
     """
 
-    group: str
-    setting: str
-    figures: dict[str, float] | None
-    kv_peak: float
-    preemptions: int
-    hit_share: float
-    outside: float
-    note: str
-    same_as: str = ""  # the row before it with the same figures: it changed nothing, or is the same change
+    settings: tuple[str, ...]
+    before: Mapping[str, float]
+    figures: Mapping[str, float] | None = None
+    kv_peak: float = np.nan
+    preemptions: int = 0
+    hit_share: float = np.nan
+    outside: float = np.nan
+    note: str = ""
+    bands: Mapping[str, Band] = field(default_factory=dict)
+    change: Mapping[str, Band] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The settings in words."""
+        return ", ".join(self.settings)
+
+    def factor(self, name: str) -> float | None:
+        """The change of a figure; None where it was refused or is not known."""
+        before, after = self.before.get(name), (self.figures or {}).get(name)
+        known = before and after is not None and np.isfinite(before) and np.isfinite(after)
+        return after / before if known and before and after is not None else None
+
+    def shows(self, name: str) -> bool:
+        """Whether a figure changes by more than its band holds."""
+        factor, band = self.factor(name), self.change.get(name)
+        return factor is not None and abs(factor - 1) > _SAME and (band is None or not band.holds(1.0))
+
+    @property
+    def changes(self) -> bool:
+        """Whether a figure changes at all, whatever its band."""
+        return any(abs((self.factor(name) or 1) - 1) > _SAME for name in FIGURES)
+
+    @property
+    def gain(self) -> float:
+        """How much better it is: the logarithms of the factors that show, of latencies negative, together."""
+        shown = {name: log(self.factor(name) or 1e-9) for name in _LABELS if self.shows(name)}
+        return sum(each if name == "output_throughput" else -each for name, each in shown.items())
+
+    @property
+    def trust(self) -> str:
+        """How far the answer can be trusted, in words."""
+        if self.figures is None:
+            return "no answer"
+        if self.outside >= 0.005:
+            return f"extrapolated: {100 * self.outside:.0f} % of the time in steps larger than any in the log"
+        return "inside the log's range"
+
+    def __str__(self) -> str:
+        """The answer in one sentence."""
+        if self.figures is None:
+            return f"{self.name}: {self.note}"
+        if self.figures is self.before:
+            return f"{self.name}: one and the same simulation"
+        said = [self._said(name) for name in _LABELS if self.factor(name) is not None] if self.changes else []
+        parts = [", ".join(said) or f"no figure changes by {_SAME:.1%}", self.note]
+        return f"{self.name}: " + "; ".join(filter(None, [*parts, self.trust if self.outside else ""]))
+
+    def _said(self, name: str) -> str:
+        assert self.figures is not None
+        before, after, band = self.before[name], self.figures[name], self.bands.get(name)
+        show = digits if name == "output_throughput" else seconds
+        within = f" ({show(band.low)} to {show(band.high)})" if band else " (no band is known)"
+        text = f"{_LABELS[name]} {show(before)} → {show(after)}{within}"
+        if not self.shows(name):
+            return f"{text}, no difference beyond its band"
+        change = self.change.get(name)
+        inside = band and change and band.holds(before)
+        return (
+            f"{text}, a change of {signed(change.low)} to {signed(change.high)}"
+            if inside and change
+            else text
+        )
+
+
+def signed(factor: float) -> str:
+    """A factor as a change in percent."""
+    return f"{100 * (factor - 1):+.1f}\u00a0%" if factor < 10 else f"x {factor:.0f}"
+
+
+def questions(config: RunConfig, base: PredictedRun) -> list[str]:
+    """What is asked of every deployment; pools are shares of the one that it has, and of what `base` uses of it."""
+    cache, scheduler, tokens = config.cache, config.scheduler, deployment_of(config).pool.tokens
+    shares = (*_OF_POOL, *(_kv_peak(base) * share for share in _OF_PEAK))
+    pools = (max(1, round(share * tokens / cache.block_size)) * cache.block_size for share in shares)
+    asked = {
+        BLOCK_SIZE: [size for size in _BLOCKS if size != cache.block_size],
+        "cache.pool_tokens": pools,
+        "scheduler.max_running": (max(1, round(each * scheduler.max_running)) for each in _FACTORS),
+        "scheduler.max_batched_tokens": (
+            max(16, round(each * scheduler.max_batched_tokens)) for each in _FACTORS
+        ),
+        "cache.prefix_caching": [str(not cache.prefix_caching).lower()],
+    }
+    return [f"{key}={','.join(map(str, values))}" for key, values in asked.items()]
 
 
 def what_ifs(
-    log: EngineLog, config: RunConfig, base: PredictedRun, progress: Callable[[str], None] | None = None
+    log_: EngineLog,
+    config: RunConfig,
+    base: PredictedRun,
+    texts: Sequence[str],
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[WhatIf]:
-    """Every change of the base, in groups. `progress` is told each before it is simulated."""
-    found: list[WhatIf] = []
-    as_it_is = base_of(log, base)
-    peak = as_it_is.kv_peak
-    for group, setting, changed, note in _changes(config, peak):
-        if progress:
-            progress(f"{group} {setting}")
-        try:
-            predicted = predictor(changed, log.workload)(changed.device)
-        except ConfigError as error:
-            refused = f"refused: {error.message}"
-            found.append(WhatIf(group, setting, None, np.nan, 0, np.nan, np.nan, refused))
-            continue
-        row = _row(log, predicted, base, group, setting, note)
-        result = (row.figures, row.preemptions, row.hit_share)
-        same = (one for one in (as_it_is, *found) if (one.figures, one.preemptions, one.hit_share) == result)
-        found.append(replace(row, same_as=next((f"{one.group} {one.setting}".strip() for one in same), "")))
-    return found
+    """The settings as they are, then the answers to questions; what helps most first, what is refused last.
 
-
-def base_of(log: EngineLog, base: PredictedRun) -> WhatIf:
-    """The deployment's own settings as a row of the table."""
-    return _row(log, base, base, "as it is", "", "")
-
-
-def _changes(config: RunConfig, peak: float) -> Iterator[tuple[str, str, RunConfig, str]]:
-    """(group, setting, configuration, what to know) of every change; the pool keeps its size in tokens.
-
-    `peak` is the largest share of the pool that the base uses: smaller pools are shares of what it needs.
+    Raises:
+        UserError: a question cannot be read.
     """
-    cache, scheduler, tokens = config.cache, config.scheduler, deployment_of(config).pool.tokens
+    before = with_draws(log_, config, log_.workload, base)
+    as_it_is = replace(base_of(log_, base), bands=before.bands)
+    found, refused = {_result(as_it_is): as_it_is}, []
+    for setting, values, workload in [one for text in texts for one in _asked(config, log_.workload, text)]:
+        tell(setting)
+        note = next((why for key, why in NOT_PRICED.items() if key in values), "")
+        try:
+            changed = checked(replaced(config, values))
+            run = predictor(changed, workload)(changed.device)
+        except ConfigError as error:
+            refused.append(WhatIf((setting,), before.figures, note=f"refused: {error.message}"))
+            continue
+        if deployment_of(changed).pool.tokens > deployment_of(config).pool.tokens:
+            note = "a pool larger than the deployment's needs more memory than it gave to KV"
+        row = _row(log_, run, base, (setting,), as_it_is.before, note)
+        same = found.get(_result(row))
+        if same is None and row.changes:
+            after = with_draws(log_, changed, workload, run)
+            row = replace(row, bands=after.bands, change=_changes(before, after))
+        if same is not None:
+            row = replace(same, settings=(*same.settings, setting), note=same.note or note)
+        found[_result(row)] = row
+    first, *rest = found.values()
+    return [first, *sorted(rest, key=lambda one: -one.gain), *refused]
 
-    def changed(limits: Mapping[str, Any], **values: Any) -> RunConfig:
-        fixed = {"pool_tokens": tokens, "pool_blocks": None, **values}
-        return replace(config, cache=replace(cache, **fixed), scheduler=replace(scheduler, **limits))
 
-    def pool(share: float) -> int:
-        """So much of the pool, in whole blocks."""
-        return max(1, round(share * tokens / cache.block_size)) * cache.block_size
+def _result(row: WhatIf) -> str:
+    return str((row.figures, row.preemptions, row.hit_share))
 
-    for size in _BLOCKS:
-        if size != cache.block_size:
-            yield "block size", str(size), changed({}, block_size=size), _BLOCK
-    for share in (2.0, 0.5, peak, 0.75 * peak, _TIGHT * peak):
-        note = _MORE_MEMORY if share > 1 else ""
-        yield "pool", f"{pool(share):,} tokens", changed({}, pool_tokens=pool(share)), note
-    for factor in (0.25, 0.5, 2.0, 4.0):
-        count = max(1, round(factor * scheduler.max_running))
-        yield VLLM_NAMES["max_running"], str(count), changed({"max_running": count}), ""
-    for factor in (0.25, 0.5, 2.0, 4.0):
-        count = max(16, round(factor * scheduler.max_batched_tokens))
-        yield VLLM_NAMES["max_batched_tokens"], f"{count:,}", changed({"max_batched_tokens": count}), ""
-    tight = pool(_TIGHT * peak)
-    for way, host_tokens, note in ((Preemption.recompute, 0, ""), (Preemption.swap, tokens, _NO_SWAP)):
-        config_of_way = changed({"preemption": way}, pool_tokens=tight, host_tokens=host_tokens)
-        yield "preemption", f"{way}, {tight:,} tokens", config_of_way, note
-    other = not cache.prefix_caching
-    yield "prefix caching", "on" if other else "off", changed({}, prefix_caching=other), ""
+
+def base_of(log_: EngineLog, base: PredictedRun) -> WhatIf:
+    """The deployment's own settings as a row of the table."""
+    return _row(log_, base, base, ("as it is",), None, "")
 
 
 def _row(
-    log: EngineLog, found: PredictedRun, base: PredictedRun, group: str, setting: str, note: str
+    log_: EngineLog,
+    found: PredictedRun,
+    base: PredictedRun,
+    settings: tuple[str, ...],
+    before: Mapping[str, float] | None,
+    note: str,
 ) -> WhatIf:
-    figures = figures_of(log, found)
-    steps, requests = found.log.steps, found.log.requests
-    used = 1 - np.asarray(steps["free"] + steps["cached"], dtype=np.float64) / found.log.capacity_slots
+    figures, requests = figures_of(log_, found), found.log.requests
     prompts = float(np.sum(requests["prompt_tokens"]))
     return WhatIf(
-        group,
-        setting,
+        settings,
+        figures if before is None else before,
         figures,
-        float(used.max(initial=0.0)),
+        _kv_peak(found),
         int(np.sum(requests["preemptions"])),
         float(np.sum(requests["hit_tokens"])) / prompts if prompts else 0.0,
         outside_of(found, base),
@@ -140,15 +218,22 @@ def _row(
     )
 
 
-def figures_of(log: EngineLog, found: PredictedRun) -> dict[str, float]:
+def _kv_peak(found: PredictedRun) -> float:
+    """The largest share of the pool in use."""
+    steps = found.log.steps
+    used = 1 - np.asarray(steps["free"] + steps["cached"], dtype=np.float64) / found.log.capacity_slots
+    return float(used.max(initial=0.0))
+
+
+def figures_of(log_: EngineLog, found: PredictedRun) -> dict[str, float]:
     """The figures of `FIGURES`, of the same requests and with the same definitions as those of the log."""
     rate = compute_metrics(found.log)["output_throughput"]
-    return _figures(found.ttft_s(log.requests), found.tpot_s, rate)
+    return _figures(found.ttft_s(log_.requests), found.tpot_s, rate)
 
 
-def measured_figures(log: EngineLog) -> dict[str, float]:
+def measured_figures(log_: EngineLog) -> dict[str, float]:
     """The same figures of the log."""
-    requests = log.requests
+    requests = log_.requests
     span = float(requests.last_token_s.max() - requests.entered_s.min())
     rate = float(requests.output_tokens.sum()) / span if span else np.nan
     return _figures(requests.ttft_s, requests.tpot_s, rate)
@@ -173,106 +258,69 @@ def outside_of(found: PredictedRun, base: PredictedRun) -> float:
     return float(seconds[beyond].sum()) / total if total else 0.0
 
 
-LOAD = "load"
-_LABELS = {"ttft_p50": "median TTFT", "tpot_p50": "median TPOT", "output_throughput": "output tokens/s"}
-_SAME = 0.005  # of a figure: less is no change, whatever its band
-
-
 @dataclass(frozen=True)
-class OwnWhatIf:
-    """A question of the user's: figures before and after, the band of each after, and the band of its change.
+class Drawn:
+    """Figures of all requests, of a log's first, of these in every draw of what the deployment may be, and bands."""
 
-    The change is a factor; its band comes from the same draws of constants and chance before and after. Both are empty
-    where nothing is known of the device's constants.
-    """
-
-    setting: str
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    figures: Mapping[str, float]
+    first: Mapping[str, float]
+    drawn: Sequence[Mapping[str, float]]
     bands: Mapping[str, Band]
-    change: Mapping[str, Band]
-
-    def shows(self, name: str) -> bool:
-        """Whether a figure changes by more than its band holds."""
-        factor, band = self.after[name] / self.before[name], self.change.get(name)
-        return abs(factor - 1) > _SAME and (band is None or not band.holds(1.0))
-
-    def __str__(self) -> str:
-        """The answer in one sentence."""
-        said = [self._said(name) for name in _LABELS if self.before.get(name) and name in self.after]
-        return f"{self.setting}: {', '.join(said)}"
-
-    def _said(self, name: str) -> str:
-        before, after, band = self.before[name], self.after[name], self.bands.get(name)
-        show = digits if name == "output_throughput" else seconds
-        within = f" ({show(band.low)} to {show(band.high)})" if band else " (no band is known)"
-        text = f"{_LABELS[name]} {show(before)} → {show(after)}{within}"
-        return text if self.shows(name) else f"{text}, no difference beyond its band"
 
 
-def own_what_ifs(
-    log_: EngineLog, config: RunConfig, texts: Sequence[str], progress: Callable[[str], None]
-) -> list[OwnWhatIf]:
-    """The answers to `key=value,value` and `load=factor` questions, one a value, those that show most first.
+def with_draws(log_: EngineLog, config: RunConfig, workload: Trace, run: PredictedRun) -> Drawn:
+    """The bands of a prediction's figures, and what they are made of. Of a long log the first requests alone are drawn.
 
     Raises:
-        UserError: a question cannot be read, or its setting is not allowed.
+        ConfigError: a request can never be served with these settings, or `device.fits` cannot be read.
     """
-    changes = [one for text in texts for one in _asked(config, log_.workload, text)]
-    base, drawn = _figures_with_draws(log_, config, log_.workload)
-    found = []
-    for setting, changed, workload in changes:
-        progress(setting)
-        after, others_after = _figures_with_draws(log_, changed, workload)
-        change = {
-            name: _factor_band(
-                value, base[name], [(b[name], a[name]) for b, a in zip(drawn, others_after, strict=True)]
-            )
-            for name, value in after.items()
-            if drawn and base[name] > 0 and value > 0
-        }
-        found.append(OwnWhatIf(setting, base, after, bands(after, others_after, config.device), change))
-    return sorted(
-        found, key=lambda one: -max((_size(one, name) for name in _LABELS if one.shows(name)), default=0.0)
-    )
+    whole = first = figures_of(log_, run)
+    if len(workload.requests) > _MOST:
+        workload = workload.changed(workload.requests[:_MOST], f"the first {_MOST:,} requests")
+        log_ = replace(log_, requests=log_.requests.take(slice(0, _MOST)), workload=workload)
+        first = figures_of(log_, predictor(config, workload)(config.device))
+    drawn = [figures_of(log_, one) for one in others(config, workload)]
+    shares = {name: band.shares(first[name]) for name, band in bands(first, drawn, config.device).items()}
+    found = {
+        name: Band(whole[name] * (1 + low), whole[name] * (1 + high)) for name, (low, high) in shares.items()
+    }
+    return Drawn(whole, first, drawn, found)
 
 
-def _size(one: OwnWhatIf, name: str) -> float:
-    return abs(log(one.after[name] / one.before[name]))
+def _changes(before: Drawn, after: Drawn) -> dict[str, Band]:
+    """The factor by which each figure changes, in nine of ten draws."""
+    found = {}
+    for name in after.bands.keys() & before.bands.keys():
+        pairs = [(b[name], a[name]) for b, a in zip(before.drawn, after.drawn, strict=True)]
+        known = log(after.first[name] / before.first[name])
+        errors = [log(a / b) - known for b, a in pairs if a > 0 and b > 0]
+        spread = sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
+        reach = float(stats.t.ppf(0.5 + COVERS / 2, max(1, len(errors) - 1))) * spread
+        factor = after.figures[name] / before.figures[name]
+        found[name] = Band(factor * exp(-reach), factor * exp(reach))
+    return found
 
 
-def _factor_band(after: float, before: float, drawn: Sequence[tuple[float, float]]) -> Band:
-    """The factor by which a figure changes, in nine of ten draws."""
-    errors = [log(a / b) - log(after / before) for b, a in drawn if a > 0 and b > 0]
-    spread = sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
-    reach = float(stats.t.ppf(0.5 + COVERS / 2, max(1, len(errors) - 1))) * spread
-    return Band(after / before * exp(-reach), after / before * exp(reach))
-
-
-def _figures_with_draws(
-    log_: EngineLog, config: RunConfig, workload: Trace
-) -> tuple[dict[str, float], list[dict[str, float]]]:
-    """The figures, and those of everything that the device may be as well."""
-    found = predictor(config, workload)(config.device)
-    return figures_of(log_, found), [figures_of(log_, one) for one in others(config, workload)]
-
-
-def _asked(config: RunConfig, workload: Trace, text: str) -> Iterator[tuple[str, RunConfig, Trace]]:
+def _asked(config: RunConfig, workload: Trace, text: str) -> Iterator[tuple[str, dict[str, Any], Trace]]:
+    """Each setting of a question, the values that it sets, and the requests under it."""
     key, _, values = text.partition("=")
     if key == LOAD:
         for value in values.split(","):
-            yield f"{LOAD}={value}", config, _loaded(workload, value)
+            yield f"{LOAD}={value}", {}, _loaded(workload, value)
         return
     (axis,) = parse_overrides([text])
     if axis.settings[0].is_group:
         raise UserError(
             f"--what-if {text}: changes one key, as scheduler.max_running=64,96, or the load, as load=1.5"
         )
-    kept = {} if key.startswith("cache.pool") else {"cache.pool_tokens": deployment_of(config).pool.tokens}
+    kept = {} if key.startswith(POOL) else {"cache.pool_tokens": deployment_of(config).pool.tokens}
     for setting in axis.settings:
-        values_ = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}
-        name = VLLM_NAMES.get(key.rpartition(".")[2], key)
-        yield f"{name}={setting.value}", checked(replaced(config, values_)), workload
+        name = VLLM_NAMES.get(key.rpartition(".")[2], key.rpartition(".")[2])
+        try:
+            changed = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}
+        except UnusualError:
+            raise UserError(f"--what-if {text}: {setting.value!r} is no value of {key}") from None
+        yield f"{name}={setting.value}", changed, workload
 
 
 def _loaded(workload: Trace, factor: str) -> Trace:
