@@ -88,20 +88,23 @@ def measure(
     answers = {
         row.request_id: answer_ids(row, **ids) for row in workload.trace.requests if deployment.cache.answers
     }
-    requests = point.requests(lambda row: _identity(row, prompts, answers, algorithm))
     salts = {row.request_id: row.salt for row in workload.trace.requests}
     beams = (workload.client_stride, runner, prompts, salts, algorithm)
     client = TokenBeams(*beams) if workload.resubmits else None
+    yardstick = Yardstick(FixedWork(clock).seconds, reference) if deployment.has_yardstick else None
+    executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
+    if workload.drawn.survival:
+        executor = PinnedEnds(executor, workload.drawn.survival, live)
+    same = FixedDurations(executor, step_ns) if step_ns else None
+    identities = {
+        row.request_id: _identity(row, prompts, answers, algorithm) for row in workload.trace.requests
+    }
+    requests = point.requests(lambda row: identities[row.request_id])
     for timed in requests:
         if client is None or timed.request.decoding is not Decoding.beam:
             runner.add(timed.request, prompts[timed.request.request_id])
             runner.generation(timed.request.request_id).forced = answers.get(timed.request.request_id)
-    yardstick = Yardstick(FixedWork(clock).seconds, reference) if deployment.has_yardstick else None
     with _no_collection():
-        executor: Executor = MeasuredExecutor(runner, clock, meter, yardstick)
-        if workload.drawn.survival:
-            executor = PinnedEnds(executor, workload.drawn.survival, live)
-        same = FixedDurations(executor, step_ns) if step_ns else None
         recording, kept = PlanRecording(client.chosen if client else None), new_log(point)
         beside = replay_point(
             *(point, kept, requests, same or executor, recording),

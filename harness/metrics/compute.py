@@ -321,6 +321,15 @@ def by_tenant(log: RunLog, tenant_of: Mapping[int, str]) -> dict[str, dict[str, 
     return found
 
 
+def tenants_of_sides(
+    logs: Mapping[str, RunLog], tenant_of: Mapping[int, str]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """`by_tenant` of each side, the first of which is the simulated one; empty with fewer than two tenants."""
+    if len(set(tenant_of.values())) < 2 or not len(next(iter(logs.values())).requests["request_id"]):
+        return {}
+    return {side: by_tenant(log, tenant_of) for side, log in logs.items()}
+
+
 def metrics_of_totals(
     totals: Totals,
     samples: Mapping[str, Samples],

@@ -43,15 +43,9 @@ def priced(runs: Sequence[MeasuredRun], cost: CostModel) -> list[PricedRun]:
     return [PricedRun(run, *price_table(cost, run.recording.features)) for run in runs]
 
 
-def error_levels(
-    point: Point,
-    runs: Sequence[MeasuredRun],
-    cost: CostModel,
-    comparison: Sequence[Mapping[str, Any]],
-    simulated: RunLog,
-) -> dict[str, Any]:
-    """The section `levels` of a record, from all measured runs."""
-    told = priced(runs, cost)
+def error_levels(point: Point, told: Sequence[PricedRun], simulated: RunLog) -> dict[str, Any]:
+    """The section `levels` of a record, from all measured runs, but for the errors of the free run."""
+    runs = [one.run for one in told]
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     predicted = np.concatenate([one.attention_s for one in told])
     return {
@@ -66,7 +60,6 @@ def error_levels(
         "suspect": suspect(told),
         "divergence": divergence(runs[0].log, simulated),
         "counts": _counts(point, runs),
-        "free_running": {row["metric"]: row["error"] for row in comparison if row["error"] is not None},
     }
 
 

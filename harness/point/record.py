@@ -9,10 +9,10 @@ import numpy as np
 from engine.core.options import CachePolicy, Decoding
 from harness.environment import engine_code, environment
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
-from harness.metrics.compute import by_tenant, compute_metrics
+from harness.metrics.compute import compute_metrics, tenants_of_sides
 from harness.metrics.log import RunLog
 from harness.metrics.record import PointRecord, compare
-from harness.point.error_levels import error_levels
+from harness.point.error_levels import PricedRun, error_levels
 from harness.replay.cost_model import CostModel
 from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
@@ -32,20 +32,25 @@ def make_record(
     point: Point,
     cost: CostModel,
     simulated: Prediction,
-    runs: "Sequence[MeasuredRun]",
+    told: Sequence[PricedRun],
     *,
     bounds: Mapping[str, Any] | None,
     oracle: Mapping[str, Any] | None,
     pace: Mapping[str, Any] | None,
     seconds: Mapping[str, float],
 ) -> PointRecord:
-    """The record of a point, without what says which point of a sweep it is."""
+    """The record of a point, without what says which point of a sweep it is; `told` has the measured runs."""
     deployment, trace, analytic = point.deployment, point.trace, _asked(point, _analytic(point))
+    runs = [one.run for one in told]
     measured = [_asked(point, compute_metrics(run.log)) for run in runs]
     simulated = replace(simulated, metrics=_asked(point, simulated.metrics))
-    comparison = compare(analytic, simulated.metrics, measured)
     pool = _pool_section(point) | (_engine_note(deployment) if runs else {})
-    levels = error_levels(point, runs, cost, comparison, simulated.log) if runs else {}
+    logs = {"simulated": simulated.log} | ({"measured": runs[0].log} if runs else {})
+    levels = error_levels(point, told, simulated.log) if runs else {}
+    comparison = compare(analytic, simulated.metrics, measured)
+    if levels:
+        errors = {row["metric"]: row["error"] for row in comparison if row["error"] is not None}
+        levels["free_running"] = errors
     return PointRecord(
         name=point.name,
         trace={
@@ -69,7 +74,7 @@ def make_record(
         },
         analytic=analytic,
         simulated=simulated.metrics,
-        tenants=_tenants(point, simulated.log, runs),
+        tenants=tenants_of_sides(logs, {row.request_id: row.salt for row in trace.requests}),
         measured={
             "runs": [dict(run) for run in measured],
             "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
@@ -86,15 +91,6 @@ def make_record(
         oracle=oracle or {},
         pace=pace or {},
     )
-
-
-def _tenants(point: Point, simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Any]:
-    """What tenants get on each side, of the first measured run; empty where there are fewer than two."""
-    tenant_of = {row.request_id: row.salt for row in point.trace.requests}
-    if len(set(tenant_of.values())) < 2 or not len(simulated.requests["request_id"]):
-        return {}
-    logs = {"simulated": simulated} | ({"measured": runs[0].log} if runs else {})
-    return {side: by_tenant(log, tenant_of) for side, log in logs.items()}
 
 
 def _asked(point: Point, figures: dict[str, float]) -> dict[str, float]:

@@ -220,12 +220,13 @@ def point_stages(
     simulated = predict(point, paced, rows=point.replay.records)
     seconds = {"simulate": time.perf_counter() - predicted_from, **seconds}
     compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
-    tables, files = tables_of(simulated.log, runs), files_of(simulated.log, runs)
     bounds = bounds_of(point, paced)
+    tables, files = tables_of(simulated.log, runs), files_of(simulated.log, runs)
+    told, before = priced(runs, paced), priced(runs, cost) if pace else []
     # the teacher-forced error is that of prices that had not followed the pace
-    unscaled = teacher_forced(priced(runs, cost), clocked=True) if pace else None
+    unscaled = teacher_forced(before, clocked=True) if pace else None
     record = make_record(
-        *(point, paced, simulated, runs),
+        *(point, paced, simulated, told),
         bounds=bounds,
         oracle=compared.section() if compared else runs[0].compared if runs else None,
         pace={**pace.section(), "unscaled": unscaled} if pace else None,

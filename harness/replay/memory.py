@@ -18,6 +18,7 @@ from engine.core.memory.block_pool import (
     ResidencySampler,
 )
 from engine.core.memory.group_pages import GroupAccount, GroupWaste
+from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.tiers import Tiers
 from engine.core.plan import StepPlan
@@ -208,6 +209,24 @@ class WasteTimes(MemoryObserver):
     def value(self) -> dict[str, float]:
         """The sums."""
         return dict(zip(WASTE_COLUMNS, self._times.tolist(), strict=True))
+
+
+def memory_observers(manager: KVCacheManager, kv_bytes_per_token: int) -> list[MemoryObserver]:
+    """The observers of what `manager` was asked to keep."""
+    if not isinstance(manager, PagedManager):
+        return []
+    if manager.groups is not None:
+        return [Wastes(manager.groups.account)]
+    kept: list[MemoryObserver] = []
+    if manager.tiers is not None:
+        kept.append(TierUse(manager.tiers, manager.block_size, kv_bytes_per_token))
+    if manager.pool.events is not None:
+        kept.append(KvEvents(manager))
+    if manager.lookups is not None:
+        kept.append(Lookups(manager))
+    if manager.residency is not None:
+        kept.append(Residencies(manager.residency))
+    return kept
 
 
 def _table(rows: Sequence[tuple[Any, ...]], names: Collection[str], dtype: type) -> dict[str, Column]:

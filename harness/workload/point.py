@@ -269,17 +269,17 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     """
     deployment = deployment_of(config)
     trace_decoding, drawn = trace_decoding_of(config), drawn_outcomes_of(config)
-    trace = recorded or retimed(reshaped_trace(config), config)
+    trace = recorded or reshaped_trace(config)
     traffic = traffic_of(config, trace.header.client)
-    _check_span(trace)
     resubmits = _client_sends_beams(config, trace, trace_decoding)
-    trace = trace_decoding.noted(trace)
+    trace = trace_decoding.noted(recorded or retimed(trace, config))
     if resubmits:
         trace = trace.changed(trace.requests, _RESUBMITTED)
     elif config.decoding.sharing is Sharing.prefix_cache and recorded is None:
         widths = {row.request_id: trace_decoding.of(row).width for row in trace.requests}
         trace = one_request_per_sample(trace, widths)
         trace_decoding = TraceDecoding(replace(trace_decoding.configured, width=1), recorded=False)
+    _check_span(trace)
     workload = Workload(trace, trace_decoding, traffic, drawn, resubmits, config.workload.seed)
     point = Point(deployment, workload, config.replay, config.oracle, config.name)
     for way, is_on, head in (

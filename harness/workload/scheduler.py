@@ -16,14 +16,15 @@ from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionPolicy
 from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_pages import pages_of
+from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.tiers import Tier, Tiers, TierSpec
 from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import ReplayConfig, SchedulerConfig
-from harness.replay.memory import KvEvents, Lookups, MemoryObserver, Residencies, TierUse, Wastes
+from harness.config.schema import CacheConfig, ReplayConfig, SchedulerConfig
+from harness.replay.memory import MemoryObserver, memory_observers
 from harness.workload.deployment import Deployment
 
 _METHODS = {
@@ -55,9 +56,12 @@ def observed_scheduler(
     `eviction` is used instead of the eviction order that the cache names.
     """
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
-    policies, kept = _policies(limits, deployment.scheduler), list[MemoryObserver]()
+    policies = _policies(limits, deployment.scheduler)
+    eviction = eviction_policy(deployment, clock) if eviction is None else eviction
+    tiers = _tiers(deployment, eviction)
+    manager: KVCacheManager
     if pool.groups is not None:
-        grouped = PagedManager.of(
+        manager = PagedManager.of(
             pages_of(
                 pool.groups, pool.page_counts, retention=cache.retention, behind_first=cache.behind_first
             ),
@@ -67,39 +71,26 @@ def observed_scheduler(
             retention_interval=cache.retention_interval,
             host_slots=cache.host_tokens * pool.kv_bytes_per_token // pool.groups.slot_bytes,
         )
-        assert grouped.groups is not None
-        return Scheduler(grouped, limits, policies), [Wastes(grouped.groups.account)]
-    if pool.policy is not CachePolicy.paged:
+    elif pool.policy is not CachePolicy.paged:
         reservation = pool.policy.reservation
-        contiguous = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
-        return Scheduler(contiguous, limits, policies), kept
-    eviction = eviction_policy(deployment, clock) if eviction is None else eviction
-    tiers = _tiers(deployment, eviction)
-    sampler = None if keep.residency is None else ResidencySampler(keep.residency, clock=clock)
-    paged = PagedManager(
-        pool.num_blocks,
-        pool.block_size,
-        prefix_caching=pool.prefix_caching,
-        retention=cache.retention,
-        deduplicate=cache.deduplicate,
-        copy_at_fork=cache.copy_at_fork,
-        keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
-        host_blocks=cache.host_tokens // pool.block_size,
-        eviction=eviction,
-        keep_events=keep.kv_events,
-        keep_lookups=keep.lookups,
-        residency=sampler,
-        tiers=tiers,
-    )
-    if tiers is not None:
-        kept.append(TierUse(tiers, pool.block_size, pool.kv_bytes_per_token))
-    if keep.kv_events:
-        kept.append(KvEvents(paged))
-    if keep.lookups:
-        kept.append(Lookups(paged))
-    if sampler is not None:
-        kept.append(Residencies(sampler))
-    return Scheduler(paged, limits, policies), kept
+        manager = ContiguousManager(pool.num_blocks, pool.max_model_len, reservation, cache.placement)
+    else:
+        manager = PagedManager(
+            pool.num_blocks,
+            pool.block_size,
+            prefix_caching=pool.prefix_caching,
+            retention=cache.retention,
+            deduplicate=cache.deduplicate,
+            copy_at_fork=cache.copy_at_fork,
+            keeps_beams=deployment.decoding.sharing is Sharing.tail_at_fork,
+            host_blocks=cache.host_tokens // pool.block_size,
+            eviction=eviction,
+            keep_events=keep.kv_events,
+            keep_lookups=keep.lookups,
+            residency=None if keep.residency is None else ResidencySampler(keep.residency, clock=clock),
+            tiers=tiers,
+        )
+    return Scheduler(manager, limits, policies), memory_observers(manager, pool.kv_bytes_per_token)
 
 
 def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0) -> EvictionPolicy:
@@ -126,8 +117,13 @@ def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0
 def reads_clock(deployment: Deployment) -> bool:
     """Whether a rule of eviction depends on the time, so that each step must be replayed as one."""
     cache = deployment.cache
-    below = cache.tier_tokens > 0 and new_policy(cache.tier_eviction).reads_clock
+    below = cache.tier_tokens > 0 and _tier_policy(cache, deployment.pool.block_size).reads_clock
     return below or eviction_policy(deployment).reads_clock
+
+
+def _tier_policy(cache: CacheConfig, unit: int) -> EvictionPolicy:
+    """A new policy of a tier below the pool, whose units are of `unit` tokens."""
+    return new_policy(cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // unit)
 
 
 def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
@@ -151,9 +147,7 @@ def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
         specs.append(TierSpec("disk", cache.disk_tokens // (size * chunk), link_s + read_s, write_s, late_s))
     made = []
     for spec in specs:
-        rule = new_policy(
-            cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // (size * chunk)
-        )
+        rule = _tier_policy(cache, size * chunk)
         rule.facts = replace(policy.facts, block_size=size * chunk)
         made.append(Tier(spec, rule))
     return Tiers(

@@ -284,10 +284,10 @@ def replay_point(
     the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
     recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
+    arrivals = point.arrivals(requests, client)
     scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
     kept = memory if fold.keeps_rows else [total for each in memory if (total := each.summed())]
     made = [observe(scheduler)] if observe else []
-    arrivals = point.arrivals(requests, client)
     watching: list[Observer] = [recorder, *kept, *observers, *made]
     Replay(
         arrivals,
