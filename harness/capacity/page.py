@@ -12,6 +12,7 @@ from harness.capacity.case import LoadCase, Trial, in_the_same_memory
 from harness.capacity.slo import Goal
 from harness.config.values import replaced
 from harness.metrics import METRICS
+from harness.point.bands import unseen
 from harness.report.style import GREY, PALETTE, filled, inline, new_figure, style, svg_bytes
 from harness.store.atomic import write_files
 
@@ -132,6 +133,8 @@ def _interval(value: Estimate) -> str:
 def notes(study: CapacityStudy) -> list[str]:
     """Limits of the answer that the reader must know."""
     found, trials, value = [], study.case.made, study.answer.value
+    if study.case.served and (new := unseen(study.case.served)):
+        found.append(f"Warning: {new}. Figures may be far off.")
     unpriced = dict(study.settings).get("not priced", "")
     if study.axis == "block" and "block size" in unpriced:
         found.append(

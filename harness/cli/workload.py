@@ -267,10 +267,13 @@ def case_of(source: Path, words: list[str], slo: "Slo", requests: int | None = N
         UserError: it cannot be read, or a setting is not allowed.
     """
     from harness.capacity.case import LoadCase
+    from harness.point.bands import unseen
 
     found = _source(source, words)
-    config = _with_groups(found.config, tuple(words))
-    return AskedCase(LoadCase(config, slo, found.recorded, requests), found.warnings, found.measured)
+    case = LoadCase(_with_groups(found.config, tuple(words)), slo, found.recorded, requests)
+    new = unseen(case.served) if case.served else ""
+    said = (*found.warnings, f"Warning: {new}. Figures may be far off.") if new else found.warnings
+    return AskedCase(case, said, found.measured)
 
 
 def _words(arguments: Arguments) -> list[str]:

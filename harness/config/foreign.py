@@ -25,6 +25,7 @@ _SHOWN = (
     "device.name",
     "device.fitted_from",
     "device.fits",
+    "device.seen",
 )
 _READ = (
     *("trace.path", "trace.tokenizer", "model.path", "decoding.beam_parents", "decoding.draft_path"),

@@ -405,6 +405,7 @@ class DeviceConfig:
     # Standard deviations of logarithms that no constants explain, by parts of the log: of steps, and of TTFT beside
     step_spread: float = 0.0
     ttft_spread: float = 0.0
+    seen: str | None = None  # the model and the largest steps of that log, as `harness.cost.seen` writes them
 
 
 @dataclass

@@ -5,7 +5,10 @@ point is simulated again with other constants that its device may have, each tim
 figures' spread is the band. Where the constants may lie is known from
 
 * the log that the device was fitted to: fits to other draws of its requests (`device.fits`), and what no constants
-  explain of it, by parts of its time (`device.step_spread`, `device.ttft_spread`), or else
+  explain of it, by parts of its time (`device.step_spread`, `device.ttft_spread`). Outside of what that log has shown
+  (`device.seen`) a band is wider: for another model by all between a step that takes as long as before and one that
+  takes as much longer as there is more work, which one model cannot tell apart; for larger steps and longer requests
+  by 2 % of a step for each doubling. `unseen` says what it is. Or else
 * the ranges of what a device's description assumes (`harness.cost.roofline.ASSUMED`).
 
 A device without either (the CPU at hand, whose prices are measured) has no band, and none is said where seconds come
@@ -20,11 +23,14 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
+from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DeviceConfig, EngineDevice
 from harness.cost.roofline import ASSUMED, ASSUMED_FRONT_END
-from harness.metrics.log import FloatArray
+from harness.cost.seen import seen_of
+from harness.metrics.log import Column, FloatArray
 from harness.point.cost import cost_model, resolve_cost_kind
+from harness.replay.features import FeatureMeter
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import predict
@@ -36,6 +42,9 @@ COVERS = 0.9  # of measured values
 _REPEATS = {"tpot": 0.006, "ttft": 0.012}
 _OTHER_REPEATS = 0.01
 _DESCRIBED = 0.05  # the same where no log of the device was fitted: steps of another form than the roofline's
+# Of a logarithm of a step, for each doubling beyond what was fitted: what fits to one or two running requests missed at
+# 4 to 64, in public ramps of two models on an A10G (0.6 to 3 % a doubling).
+PER_DOUBLING = 0.02
 _JITTER_S = 0.01  # how far an arrival may lie from where it was: about a step, by which chance decides
 _STEP_TIMES = (
     *("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us", "link_latency_us"),
@@ -60,17 +69,48 @@ class Band:
         return self.low / value - 1, self.high / value - 1
 
 
-def bands_of(point: Point, metrics: Mapping[str, float]) -> dict[str, Band]:
+def bands_of(
+    point: Point, metrics: Mapping[str, float], steps: Mapping[str, Column] | None = None
+) -> dict[str, Band]:
     """The band of each of a prediction's metrics (`harness.metrics.METRICS`, in their units) that is above 0.
 
-    `metrics` are those of the point itself, which is simulated `DRAWS` times more. Empty where nothing is known of how
-    far the device's constants may be wrong.
+    `metrics` are those of the point itself, which is simulated `DRAWS` times more; with its `steps` the band is wider
+    where they are larger than the fit of the device has seen (`unseen` says so in words). Empty where nothing is known
+    of how far the device's constants may be wrong.
 
     Raises:
-        ConfigError: `device.fits` cannot be read.
+        ConfigError: `device.fits` or `device.seen` cannot be read.
     """
-    drawn = [predict(other, cost_model(other.deployment), rows=False).metrics for other in possible(point)]
+    others = possible(point, beyond(point, steps))
+    drawn = [predict(other, cost_model(other.deployment), rows=False).metrics for other in others]
     return bands(metrics, drawn, point.deployment.device)
+
+
+def unseen(point: Point, steps: Mapping[str, Column] | None = None) -> str:
+    """What of a point the fit of its device has not seen, in sentences; with its simulated `steps` also of its load.
+
+    Empty where nothing was fitted, or all is known.
+    """
+    deployment = point.deployment
+    if deployment.device.seen is None:
+        return ""
+    known = seen_of(deployment.device.seen)
+    said = known.new_model(deployment.shape, deployment.device.tensor_parallel)
+    load = known.new_load(steps, longest_request(point.trace)) if steps is not None else ""
+    return "; ".join(filter(None, (said, load)))
+
+
+def longest_request(trace: Trace) -> float:
+    """Tokens of the longest request, prompt and output."""
+    return float(max(row.prompt_tokens + row.output_tokens for row in trace.requests))
+
+
+def beyond(point: Point, steps: Mapping[str, Column] | None) -> float:
+    """How often the largest simulated step, or the longest request, doubles what the fit of the device has seen."""
+    text = point.deployment.device.seen
+    return (
+        0.0 if text is None or steps is None else seen_of(text).doublings(steps, longest_request(point.trace))
+    )
 
 
 def bands(
@@ -87,23 +127,32 @@ def bands(
 
 def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
     family = name.partition("_")[0]
-    left = [device.ttft_spread if family == "ttft" else 0.0, _REPEATS.get(family, _OTHER_REPEATS)]
-    left += [] if device.fits is not None else [_DESCRIBED, device.step_spread]
+    left = [device.ttft_spread if family == "ttft" else 0.0]
+    if device.fits is None:
+        left += [_DESCRIBED, device.step_spread]
+    if device.fits is None or family != "tpot":  # the steps that a fit's draws simulate have their repeats
+        left.append(_REPEATS.get(family, _OTHER_REPEATS))
     spread = sqrt(float(np.mean(errors**2)) + sum(one**2 for one in left))
     reach = float(stats.t.ppf(0.5 + COVERS / 2, len(errors) - 1)) * spread
     return Band(value * exp(-reach), value * exp(reach))
 
 
-def possible(point: Point) -> Iterator[Point]:
-    """The point as it may be: with other constants of its device, and other arrivals by chance."""
+def possible(point: Point, doublings: float = 0.0) -> Iterator[Point]:
+    """The point as it may be: with other constants of its device, and other arrivals by chance.
+
+    `doublings` is how far its steps lie `beyond` those that the fit has seen.
+    """
     deployment = point.deployment
-    for number, device in enumerate(possible_devices(deployment)):
+    for number, device in enumerate(possible_devices(deployment, doublings)):
         trace = jittered(point.trace, number)
         yield replace(point.of_trace(trace), deployment=replace(deployment, device=device))
 
 
-def possible_devices(deployment: Deployment) -> list[DeviceConfig]:
-    """The device with other constants that it may have; none where none are known, or prices do not follow them."""
+def possible_devices(deployment: Deployment, doublings: float = 0.0) -> list[DeviceConfig]:
+    """The device with other constants that it may have; none where none are known, or prices do not follow them.
+
+    Those of a fit are slower or faster by chance, more so for another model than the fit's and for larger steps.
+    """
     device = deployment.device
     kind = resolve_cost_kind(deployment)
     anchored = kind is CostKind.published and device.fits is not None
@@ -113,13 +162,41 @@ def possible_devices(deployment: Deployment) -> list[DeviceConfig]:
     places = draw.random(DRAWS)
     if device.fits is not None:
         found = [replace(device, **values) for values in fits_of(device.fits)]
-        chances = np.resize(stats.norm.ppf(places[:, -1]), len(found))
-        return [
-            slower(one, exp(device.step_spread * chance)) for one, chance in zip(found, chances, strict=True)
-        ]
+        spread = sqrt(device.step_spread**2 + _REPEATS["tpot"] ** 2 + (PER_DOUBLING * doublings) ** 2)
+        low, high = _left_open(deployment)
+        # Anywhere between the ends that another model leaves open; each end itself in one of twenty draws.
+        factors = spread * stats.norm.ppf(places[:, -1])
+        factors += np.interp(places[:, 0], (0.05, 0.95), (log(low), log(high)))
+        chances = np.exp(np.resize(factors, len(found)))
+        return [slower(one, float(factor)) for one, factor in zip(found, chances, strict=True)]
     if device.fitted_from is not None:
         return []
     return [_drawn(device, place) for place in places]
+
+
+def _left_open(deployment: Deployment) -> tuple[float, float]:
+    """The factors on a step's time that the fit of another model leaves open; 1 and 1 for the model of the fit.
+
+    The typical decode step of the log may take as long for this model as it did for that one, or as many times as long
+    as this one has more work; the prediction lies between.
+    """
+    if deployment.device.seen is None:
+        return 1.0, 1.0
+    known, parallel = seen_of(deployment.device.seen), deployment.device.tensor_parallel
+    if not known.new_model(deployment.shape, parallel):
+        return 1.0, 1.0
+    rows, context, before_s = known.step
+    predicted = decode_step_s(deployment, rows, context) / before_s
+    least, most = known.work_range(deployment.shape, parallel)
+    return min(1.0, least / predicted), max(1.0, most / predicted)
+
+
+def decode_step_s(deployment: Deployment, rows: float, context: float) -> float:
+    """The predicted seconds of a step of so many rows of one token, each after `context` tokens."""
+    row = (0, 0, int(context), 1, True, ())
+    plan = StepPlan(0, [Row(*row) for _ in range(int(rows))])
+    features = FeatureMeter({}, deployment.cache.block_size, deployment.shape.sight).single(plan, {})
+    return float(cost_model(deployment).price([float(one) for one in features]).seconds)
 
 
 def _drawn(device: DeviceConfig, place: FloatArray) -> DeviceConfig:

@@ -27,6 +27,7 @@ from harness.cost.roofline import (
     origin_of,
     origins,
 )
+from harness.cost.seen import NEW, seen_of
 from harness.cost.timings import NATIVE
 from harness.environment import engine_kernels
 from harness.replay.cost_model import CostModel, CostSource
@@ -249,6 +250,7 @@ def check_cost(deployment: Deployment) -> None:
     kind = resolve_cost_kind(deployment)
     _check_device(deployment, kind)
     _check_modelled(deployment, kind)
+    _check_seen(deployment)
     if deployment.device.data_parallel > 1 and deployment.shape.experts and kind is not CostKind.roofline:
         reason = (
             f"{kind}, but replicas of a mixture of experts run in lockstep, which the roofline alone prices; use "
@@ -307,6 +309,21 @@ def check_cost(deployment: Deployment) -> None:
         raise ConfigError("cost.cache_dir", reason)
 
 
+def _check_seen(deployment: Deployment) -> None:
+    """Raise ConfigError if the constants are of a fit to a model with other kinds of layers.
+
+    Those are other terms of a price, of whose error the log of the fit tells nothing.
+    """
+    device = deployment.device
+    kinds = [] if device.seen is None else seen_of(device.seen).new_kinds(deployment.shape)
+    if kinds:
+        reason = (
+            f"{deployment.model.name} and the model that {device.name} was fitted to differ in {', '.join(kinds)}, and "
+            "the fit tells nothing of such layers; fit a log of this model, or take the preset of the device"
+        )
+        raise ConfigError("device.seen", reason)
+
+
 def _check_device(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if seconds of this machine would be given out as those of another device."""
     if kind not in _PREDICTED and deployment.device.tensor_parallel > 1:
@@ -361,7 +378,20 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
 
 
 def cost_model(deployment: Deployment) -> CostModel:
-    """The point's cost model. A fitted one must have been calibrated before."""
+    """The point's cost model. A fitted one must have been calibrated before.
+
+    One of constants that were fitted to a log has the range of that log's steps, and says what is new to it.
+    """
+    cost, text = _cost_model(deployment), deployment.device.seen
+    if text is not None and isinstance(cost, RooflineCost | PublishedCost):
+        known = seen_of(text)
+        new = known.new_model(deployment.shape, deployment.device.tensor_parallel)
+        provenance = {**cost.source.provenance, **({NEW: new} if new else {})}
+        cost.source = replace(cost.source, provenance=provenance, hull=dict(known.hull))
+    return cost
+
+
+def _cost_model(deployment: Deployment) -> CostModel:
     kind = resolve_cost_kind(deployment)
     timed = timed_attention(deployment) if takes_timed_kernels(deployment) else None
     if kind is CostKind.published:

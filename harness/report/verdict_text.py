@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.cost.seen import NEW
 from harness.metrics import HEADLINE, KEEPS_MORE, METRICS, Metric
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
@@ -304,6 +305,8 @@ def _assumed(record: PointRecord) -> Iterable[str]:
     chosen = {word.lstrip("+").partition("=")[0] for word in record.given or record.overrides}
     missing = [key for key in _ENGINE if not chosen & ({key, key.partition(".")[0]} - {"cache"})]
     fitted = record.setting("device.fitted_from")
+    if new := record.cost.get("provenance", {}).get(NEW):
+        yield f"{new[0].upper()}{new[1:]}. The figures may be far off; a log of this model would tell."
     if fitted and missing and "cache.pool_blocks" not in chosen:
         yield (
             f"The device was fitted to {fitted}, but its file has no settings of that engine: {', '.join(missing)} are "

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from math import hypot, isfinite
+from math import isfinite
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +17,11 @@ from scipy.optimize import least_squares
 
 from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
-from harness.point.bands import fits_text
+from harness.cost.seen import LARGEST, seen
+from harness.point.bands import decode_step_s, fits_text
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
-from harness.twin.log import EngineLog, FloatArray, LoggedRequests
+from harness.twin.log import EngineLog, FloatArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.twin.refits import refits
 from harness.twin.residuals import (
@@ -136,10 +137,11 @@ def fit_device(
     device = replace(
         problem.device(place),
         fits=fits_text(found_others.fits),
-        step_spread=hypot(found_others.step_spread, _PER_DOUBLING * doublings_beyond(log.requests, first)),
+        step_spread=found_others.step_spread,
         ttft_spread=found_others.ttft_spread,
     )
     before, after = whole(problem.device(zero)), whole(device)
+    device = replace(device, seen=_seen(config, device, log, after, first))
     if regression is not None:
         device = replace(device, ttft_spread=_of_quarters(after, log, first))
     rest = slice(first, None)
@@ -172,15 +174,17 @@ def _of_quarters(found: PredictedRun, log: EngineLog, first: int) -> float:
     return float(np.sqrt(np.mean([part.mean() ** 2 for part in np.array_split(errors, 4)])))
 
 
-# Of a logarithm of a step, for each doubling of the running requests beyond those that were fitted: what fits to one or
-# two at a time missed at 4 to 64, in public ramps of two models on an A10G (0.6 to 3 % a doubling).
-_PER_DOUBLING = 0.02
-
-
-def doublings_beyond(requests: LoggedRequests, first: int) -> float:
-    """How often the most that ran together while the first requests began doubles to the most of all."""
-    running = np.maximum(requests.under_way(requests.first_token_s)[0], 1)
-    return float(np.log2(running.max() / running[:first].max()))
+def _seen(config: RunConfig, device: DeviceConfig, log: EngineLog, found: PredictedRun, first: int) -> str:
+    """What the fitted requests show of the model and of steps, as `device.seen` keeps it."""
+    deployment = deployment_of(replace(config, device=device))
+    last_s = float(found.last_token_s[:first].max())
+    steps = found.log.steps
+    until = {name: steps[name][np.asarray(steps["start_s"]) < last_s] for name in ("start_s", *LARGEST)}
+    fitted = log.requests.take(slice(0, first))
+    longest = float((fitted.prompt_tokens + fitted.output_tokens).max())
+    known = seen(deployment.shape, device.tensor_parallel, until, longest)
+    rows, context, _ = known.step
+    return str(replace(known, step=(rows, context, decode_step_s(deployment, rows, context))))
 
 
 _DOUBTFUL = {"TPOT": 0.1, "TTFT": 0.25}  # errors of the fitted part that no noise of a log explains

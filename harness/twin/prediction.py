@@ -10,7 +10,7 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.metrics.log import Outcome, RunLog
-from harness.point.bands import possible
+from harness.point.bands import beyond, possible
 from harness.point.cost import cost_model
 from harness.twin.log import EngineLog, FloatArray, IntArray, LoggedRequests, Timeseries, tpot_s
 from harness.twin.sharing import cached_before
@@ -96,9 +96,10 @@ def predictor(config: RunConfig, workload: Trace) -> Predict:
     return predict
 
 
-def others(config: RunConfig, workload: Trace) -> Iterator[PredictedRun]:
+def others(config: RunConfig, workload: Trace, found: PredictedRun) -> Iterator[PredictedRun]:
     """The predictions of what the deployment may be as well, from which bands are made (`harness.point.bands`).
 
+    `found` is the prediction itself, whose steps may be larger than those that a fit has seen.
     Where no log was fitted and nothing is known of what the prompts share, an earlier run may have left them in the
     cache: every third prediction has them there.
 
@@ -109,7 +110,9 @@ def others(config: RunConfig, workload: Trace) -> Iterator[PredictedRun]:
     described = config.device.fitted_from is None and config.cache.prefix_caching
     cached = cached_before(workload, new.deployment.pool.tokens) if described else None
     again = repeat(None) if cached is None else possible(point_of(config, cached))
-    for number, (one, other) in enumerate(zip(possible(new), again, strict=False)):
+    for number, (one, other) in enumerate(
+        zip(possible(new, beyond(new, found.log.steps)), again, strict=False)
+    ):
         yield _prediction(one if other is None or number % _MAY_BE_CACHED else other)
 
 

@@ -20,10 +20,11 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.config.values import UnusualError, converted, replaced
 from harness.metrics.compute import compute_metrics
-from harness.point.bands import COVERS, Band, bands
+from harness.point.bands import COVERS, Band, bands, unseen
+from harness.point.cost import check_cost
 from harness.report.numbers import digits, seconds
 from harness.twin.log import EngineLog, FloatArray
-from harness.twin.prediction import PredictedRun, figures_of_times, others, predictor
+from harness.twin.prediction import PredictedRun, figures_of_times, others, point_of, predictor
 from harness.workload.deployment import deployment_of
 from traces.errors import ParameterError
 from traces.reshape import set_rate
@@ -50,7 +51,8 @@ class WhatIf:
     `figures` by name of `FIGURES`, and `before` those of the first row; None: refused, and `note` says why. `outside`
     is the share of the time in steps with more rows, tokens or KV than any step of the first row. `bands` are of the
     figures; a change is a factor, and `change` has its band, from the same draws of constants and chance before and
-    after. Both are empty where nothing is known of the device's constants, and where no figure changes.
+    after. Both are empty where nothing is known of the device's constants, and where no figure changes. `unseen` says
+    what of model and load the fit has not seen.
     """
 
     settings: tuple[str, ...]
@@ -63,6 +65,7 @@ class WhatIf:
     note: str = ""
     bands: Mapping[str, Band] = field(default_factory=dict)
     change: Mapping[str, Band] = field(default_factory=dict)
+    unseen: str = ""
 
     @property
     def name(self) -> str:
@@ -96,6 +99,8 @@ class WhatIf:
         """How far the answer can be trusted, in words."""
         if self.figures is None:
             return "no answer"
+        if self.unseen:
+            return self.unseen
         if self.outside >= 0.005:
             return f"extrapolated: {100 * self.outside:.0f} % of the time in steps larger than any in the log"
         return "inside the log's range"
@@ -108,7 +113,9 @@ class WhatIf:
             return f"{self.name}: one and the same simulation"
         said = [self._said(name) for name in _LABELS if self.factor(name) is not None] if self.changes else []
         parts = [", ".join(said) or f"no figure changes by {_SAME:.1%}", self.note]
-        return f"{self.name}: " + "; ".join(filter(None, [*parts, self.trust if self.outside else ""]))
+        return f"{self.name}: " + "; ".join(
+            filter(None, [*parts, self.trust if self.outside or self.unseen else ""])
+        )
 
     def _said(self, name: str) -> str:
         assert self.figures is not None
@@ -169,13 +176,15 @@ def what_ifs(
         note = next((why for key, why in NOT_PRICED.items() if key in values), "")
         try:
             changed = checked(replaced(config, values))
+            check_cost(deployment_of(changed))
             run = predictor(changed, workload)(changed.device)
         except ConfigError as error:
             refused.append(WhatIf((setting,), before.figures, note=f"refused: {error.message}"))
             continue
         if deployment_of(changed).pool.tokens > deployment_of(config).pool.tokens:
             note = "a pool larger than the deployment's needs more memory than it gave to KV"
-        row = _row(log_, run, base, (setting,), as_it_is.before, note)
+        new = unseen(point_of(changed, workload), run.log.steps)
+        row = replace(_row(log_, run, base, (setting,), as_it_is.before, note), unseen=new)
         same = found.get(_result(row))
         if same is None and row.changes:
             after = with_draws(log_, changed, workload, run)
@@ -278,8 +287,9 @@ def with_draws(log_: EngineLog, config: RunConfig, workload: Trace, run: Predict
     if len(workload.requests) > _MOST:
         workload = workload.changed(workload.requests[:_MOST], f"the first {_MOST:,} requests")
         log_ = replace(log_, requests=log_.requests.take(slice(0, _MOST)), workload=workload)
-        first = figures_of(log_, predictor(config, workload)(config.device))
-    drawn = [figures_of(log_, one) for one in others(config, workload)]
+        run = predictor(config, workload)(config.device)
+        first = figures_of(log_, run)
+    drawn = [figures_of(log_, one) for one in others(config, workload, run)]
     shares = {name: band.shares(first[name]) for name, band in bands(first, drawn, config.device).items()}
     found = {
         name: Band(whole[name] * (1 + low), whole[name] * (1 + high)) for name, (low, high) in shares.items()

@@ -36,8 +36,9 @@ def held(log: EngineLog, config: RunConfig, first: int) -> list[bool]:
     def of(run: PredictedRun) -> dict[str, float]:
         return figures(run.ttft_s(log.requests), run.tpot_s)
 
-    ours = of(predictor(config, log.workload)(config.device))
-    found = bands(ours, [of(run) for run in others(config, log.workload)], config.device)
+    run = predictor(config, log.workload)(config.device)
+    ours = of(run)
+    found = bands(ours, [of(other) for other in others(config, log.workload, run)], config.device)
     true = figures(log.requests.ttft_s, log.requests.tpot_s)
     for name, band in found.items():
         low, high = (100 * share for share in band.shares(ours[name]))

@@ -125,16 +125,23 @@ class Load:
         """The figures that the fitted device gives, and their bands. Of `log` only the way of counting is taken."""
         words = ("measure=false", "engine=auto", f"device={device}")
         config = replace(self.config, measure=False, device=one_configuration(words, "a device is").device)
-        found = figures_of(log, predictor(config, self.trace)(config.device))
-        drawn = [figures_of(log, one) for one in others(config, self.trace)]
+        run = predictor(config, self.trace)(config.device)
+        found = figures_of(log, run)
+        drawn = [figures_of(log, one) for one in others(config, self.trace, run)]
         return found, bands(found, drawn, config.device)
 
 
-def fitted(log: EngineLog, base: Load, out: Path) -> tuple[Fit, Path]:
-    """The device of the base run, fitted to the steps of its log, and its file."""
+def fitted(repeats: Sequence[EngineLog], out: Path) -> tuple[Fit, Path]:
+    """The device of the middle one of equal runs, fitted to the steps of its log, and its file.
+
+    What the runs differ by is no error of the fit, but a part of what a run that is measured may differ by.
+    """
+    log = repeats[len(repeats) // 2]
     device, model = f"device={HERE / 'vllm_cpu.yaml'}", "model=tiny_llama"
     found = configured(log, (device, model))
     found, fit = fit_schedule(log, found, first=round(0.9 * len(log.requests)))
+    pace = float(np.std(np.log([measured_figures(one)["tpot_p50"] for one in repeats]), ddof=1))
+    fit = replace(fit, device=replace(fit.device, step_spread=float(np.hypot(fit.device.step_spread, pace))))
     path = out / "vllm_cpu.yaml"
     write_device(fit, log, found, "python tests/nightly/vllm_what_ifs.py", path)
     return fit, path
@@ -238,7 +245,7 @@ def proved(flags: argparse.Namespace, logs: Path) -> dict[str, Any]:
         base.measure(vllm, logs / "warm", flags.clock)
         repeats = [base.measure(vllm, logs / f"base-{number}", flags.clock) for number in range(_REPEATS)]
         repeats.sort(key=lambda log: measured_figures(log)["tpot_p50"])
-        fit, device = fitted(repeats[_REPEATS // 2], base, logs)
+        fit, device = fitted(repeats, logs)
         sys.stdout.write(f"{fit.said}\n")
         rows = []
         for number, change in enumerate(changes):

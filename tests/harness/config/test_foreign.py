@@ -60,7 +60,14 @@ def test_every_key_with_text_was_looked_at() -> None:
     assert taken == [
         *("name", "trace.name", "trace.path", "trace.tokenizer", "decoding.beam_parents"),
         *("decoding.draft_path", "model.name", "model.family", "model.path", "device.name"),
-        *("device.fitted_from", "device.fits", "cost.operators", "cost.kernels", "report.kernels"),
+        *(
+            "device.fitted_from",
+            "device.fits",
+            "device.seen",
+            "cost.operators",
+            "cost.kernels",
+            "report.kernels",
+        ),
     ]
 
 

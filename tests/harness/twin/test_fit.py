@@ -6,10 +6,10 @@ import pytest
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.cost.roofline import FITTED, origins
+from harness.cost.seen import seen_of
 from harness.twin.configured import Configured
 from harness.twin.fit import (
     Fit,
-    doublings_beyond,
     doubts,
     explains_nothing,
     fit_device,
@@ -23,7 +23,7 @@ from harness.twin.prediction import errors_of, others, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
 from harness.twin.trust import bands_of_log, errors_by_part
-from harness.twin.what_ifs import measured_figures
+from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs
 from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest, revised
 
 GPU = DeviceConfig(
@@ -231,16 +231,32 @@ def test_prompts_that_an_earlier_run_had_cached_are_told_from_new_ones(cached: b
 
 
 def test_without_a_fit_some_of_what_may_be_has_prompts_of_an_earlier_run() -> None:
-    found = [one.log.requests["hit_tokens"].sum() for one in others(config(), workload(12))]
+    run = predictor(config(), workload(12))(config().device)
+    found = [one.log.requests["hit_tokens"].sum() for one in others(config(), workload(12), run)]
     assert [hits > 0 for hits in found] == 4 * [True, False, False]
 
 
-def test_a_fit_says_how_much_more_ran_together_than_it_has_seen() -> None:
-    alone = planted(TRUE, 4).requests
-    starts = np.array([0.0, 10.0, 20.0, 20.0])
-    times = replace(alone, arrival_s=starts, first_token_s=starts + 1, last_token_s=starts + 2)
-    assert doublings_beyond(times, 2) == 1.0
-    assert doublings_beyond(times, 3) == 0.0
+def test_a_fit_keeps_what_it_has_seen(fit: Fit) -> None:
+    known = seen_of(fit.device.seen or "")
+    first = planted(TRUE).requests.take(slice(0, 40))
+    assert known.largest["longest"] == (first.prompt_tokens + first.output_tokens).max()
+    assert 1 < known.largest["rows"] <= 40
+    assert known.step[2] > 0
+
+
+def asked(fit: Fit, question: str) -> WhatIf:
+    """The answer to a question about the planted log, by the kept fit."""
+    fitted = replace(config(), device=fit.device)
+    return what_ifs(planted(TRUE), fitted, fit.prediction, [question])[-1]
+
+
+def test_an_unseen_model_is_said_beside_the_figures_of_a_question_and_its_band_is_wide(fit: Fit) -> None:
+    other, same = asked(fit, "model.layers=8"), asked(fit, "scheduler.max_running=2")
+    assert str(other).endswith("the fit has not seen this model shape: layers 8 (it saw 16)")
+    assert other.trust == other.unseen
+    assert "model shape" not in same.unseen
+    width = [one.bands["tpot_p50"].high / one.bands["tpot_p50"].low for one in (other, same)]
+    assert width[0] > 1.5 > 1.3 > width[1]
 
 
 def test_prompts_are_not_taken_as_cached_where_the_pool_cannot_hold_them_or_their_sharing_is_known() -> None:
