@@ -34,7 +34,7 @@ _STEP = ("step_rows", "step_context", "step_s")
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenByFit:
     """What a fit has seen, as numbers by name.
 
     `model` has the fields of its shape and `device.tensor_parallel`, `work` what a device does for it, `largest` the
@@ -108,7 +108,7 @@ class Seen:
         return min(1.0, *ratios), max(1.0, *ratios)
 
 
-def seen(shape: ModelShape, parallel: int, steps: Mapping[str, Column], longest: float) -> Seen:
+def seen(shape: ModelShape, parallel: int, steps: Mapping[str, Column], longest: float) -> SeenByFit:
     """What these steps have shown of a model on so many devices; the time of the typical step is left 0.
 
     `longest` is the longest request, prompt and output, in tokens.
@@ -117,12 +117,12 @@ def seen(shape: ModelShape, parallel: int, steps: Mapping[str, Column], longest:
     rows, kv = (np.asarray(steps[name], dtype=np.float64) for name in ("rows", "kv_read_tokens"))
     typical = max(1, round(float(rows.mean())))
     context = max(1, round(float(kv.sum() / max(1.0, rows.sum()))))
-    return Seen(
+    return SeenByFit(
         _numbers(shape, parallel), _work(shape, parallel), largest, (float(typical), float(context), 0.0)
     )
 
 
-def seen_of(text: str) -> Seen:
+def seen_of(text: str) -> SeenByFit:
     """What is in a text of `device.seen`.
 
     Raises:
@@ -147,7 +147,7 @@ def seen_of(text: str) -> Seen:
             f"found {text[:60]!r}…, must be the 'model.layers=…; …' that calibrate --from-log writes; null: nothing "
             "is known of what the fit has seen",
         ) from error
-    return Seen(found["model"], found["work"], found["largest"], step)
+    return SeenByFit(found["model"], found["work"], found["largest"], step)
 
 
 def _numbers(shape: ModelShape, parallel: int) -> dict[str, float]:
