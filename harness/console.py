@@ -55,8 +55,12 @@ def shortened(text: str) -> str:
 
 
 def one_line(text: object, most: int = _MOST_CHARACTERS) -> str:
-    """A text of a file that somebody else may have written: its breaks escaped, so that it adds no line, and cut."""
-    return _cut("\\n".join(str(text).splitlines()), most)
+    """A text of a file that somebody else may have written, cut: what is no letter or sign is escaped, so that it adds
+    no line and commands no terminal.
+    """
+    line = "\\n".join(str(text).splitlines())
+    shown = (each if each.isprintable() else ascii(each)[1:-1] for each in line)
+    return _cut(line if line.isprintable() else "".join(shown), most)
 
 
 def _cut(line: str, most: int = _MOST_CHARACTERS) -> str:

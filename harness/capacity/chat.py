@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.runtime.errors import ModelError, TokenizerError
-from engine.runtime.text import chat_text, load_tokenizer
+from engine.runtime.text import chat_text, encode_text, load_tokenizer
 from harness.capacity.advice import percent
 from harness.config.errors import UserError
 from harness.console import one_line
@@ -43,6 +43,13 @@ Message = dict[str, Any]
 _MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
 _NEARLY = 0.95  # of the hits of an unlimited pool
 _MOST_SHOWN = 5  # causes of lost prefixes
+_LATEST_S = 1e11  # of Unix time, in the year 5138; a number above is of milliseconds or smaller
+_OTHER_PROMPT = {  # what gives a request another prompt than its messages and tools, and the value that does not
+    "chat_template": None,
+    "documents": None,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+}
 _AROUND = 24  # characters of a text that are shown on each side of a difference
 _CHANGING = re.compile(  # what differs from request to request though nobody means it
     r"\b[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}\b|\b(?=[a-f]*\d)[0-9a-f]{8,}\b|\d+"
@@ -63,6 +70,7 @@ class LoggedChat:
     salt: str = ""
     tenant: str = ""
     at_s: float | None = None
+    other_prompt: str = ""  # the key that gives it a prompt which is not made here
 
 
 @dataclass(frozen=True)
@@ -123,10 +131,16 @@ def read_chat(path: Path, tokenizer: Any) -> ChatLog:
         if any(not isinstance(message["content"], str | None) for message in one.messages):
             left_out["with parts that are no text, whose tokens are not known"] += 1
             continue
+        if one.other_prompt:
+            left_out[f"with {one.other_prompt}, which makes another prompt"] += 1
+            continue
         try:
-            ids = tokenizer(_text(tokenizer, one), add_special_tokens=False)["input_ids"]
+            ids = encode_text(tokenizer, _text(tokenizer, one), add_special_tokens=False)
         except TokenizerError as error:
-            left_out[f"refused by the chat template ({one_line(error, 120)})"] += 1
+            left_out[f"without a prompt ({one_line(error, 120)})"] += 1
+            continue
+        if not ids:
+            left_out["whose prompt is empty, by the chat template"] += 1
             continue
         kept.append(one)
         prompts.append(np.array(ids, np.int64))
@@ -181,11 +195,18 @@ def _request(record: Any, line: int) -> LoggedChat:
         line,
         messages,
         [_typed(each, dict, "tools") for each in _typed(body.get("tools") or [], list, "tools")],
-        _typed(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs"),
+        _effort(body.get("reasoning_effort"))
+        | _typed(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs"),
         str(body.get("cache_salt") or ""),
         str(body.get("user") or ""),
         None if at is None else _seconds(at),
+        next((key for key, usual in _OTHER_PROMPT.items() if body.get(key) not in (None, usual)), ""),
     )
+
+
+def _effort(effort: Any) -> dict[str, Any]:
+    """The variables of a template that vLLM makes of a request's `reasoning_effort`."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:
@@ -213,6 +234,10 @@ def _message(value: Any) -> Message:
 def _seconds(value: Any) -> float:
     if isinstance(value, str):
         return datetime.fromisoformat(value).timestamp()
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LATEST_S:
+        raise ValueError(
+            f"timestamp: Unix time in seconds or an ISO date expected, found {one_line(value, 40)}"
+        )
     return float(value)
 
 

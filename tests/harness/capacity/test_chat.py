@@ -78,6 +78,38 @@ def test_a_date_in_the_system_prompt_is_named_with_the_tokens_that_it_costs(tmp_
     assert abs(found.tokens - after) <= 3  # tokens may join over the ends of the text
 
 
+@pytest.mark.parametrize(
+    "when", [float("nan"), float("inf"), 10**400, 1_700_000_000_000, True, [1], {"s": 1}]
+)
+def test_a_time_that_is_none_or_of_milliseconds_is_refused_with_its_line(tmp_path, folder, when):
+    path = written(tmp_path, [request("why?", timestamp=1.0), request("how?", timestamp=when)])
+    with pytest.raises(UserError, match=r"chat.jsonl, line 2: timestamp: Unix time in seconds"):
+        read_chat(path, tokenizer_of(str(folder)))
+
+
+OTHER_PROMPTS = [
+    {"chat_template": "{{ messages }}"},
+    {"documents": [{"text": "a"}]},
+    {"add_generation_prompt": False},
+    {"continue_final_message": True},
+]
+
+
+@pytest.mark.parametrize("more", [*OTHER_PROMPTS, {"messages": [{"role": "user", "content": "half \ud800"}]}])
+def test_a_request_whose_prompt_would_be_another_is_left_out_and_counted(tmp_path, folder, more):
+    path = written(tmp_path, [request("why?", add_generation_prompt=True), {**request("how?"), **more}])
+    log = read_chat(path, tokenizer_of(str(folder)))
+    assert len(log.prompts) == 1
+    assert sum(log.left_out.values()) == 1
+
+
+def test_a_template_that_writes_nothing_is_refused(tmp_path, folder):
+    tokenizer = tokenizer_of(str(folder))
+    tokenizer.chat_template = "{{ '' }}"
+    with pytest.raises(UserError, match="1 whose prompt is empty"):
+        read_chat(written(tmp_path, [request("why?")]), tokenizer)
+
+
 def test_tools_in_another_order_are_named(tmp_path, folder):
     path = written(tmp_path, [request("why?", tools=TOOLS), request("why?", tools=TOOLS[::-1])])
     (found,) = lost(path, folder)
@@ -125,7 +157,7 @@ def test_what_the_template_refuses_and_what_is_no_text_is_named_first(tmp_path, 
     first = next(iter(chat_answer(read_chat(path, tokenizer), tokenizer, 16, "DIR")))
     assert "1 of 3 requests" in first
     assert "Left out: 1, with parts that are no text, whose tokens are not known." in first
-    assert "refused by the chat template" in first
+    assert "cannot render these messages" in first
 
 
 @pytest.mark.parametrize(
