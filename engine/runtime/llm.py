@@ -304,6 +304,8 @@ class LLM:
         `concurrency_limit` is the most prompts at a time. Raises what `generate` raises.
         """
         batch, sampling = _prompt_list(prompts), params.sampling()
+        if concurrency_limit is not None and (not is_whole(concurrency_limit) or concurrency_limit < 1):
+            raise ParamsError("concurrency_limit", f"{concurrency_limit!r} is no whole number of at least 1")
         width = concurrency_limit or max(1, len(batch))
         order = _spread("priority", priority or 0, len(batch))
         outputs: list[RequestOutput] = []
@@ -565,7 +567,7 @@ def _message(message: Any) -> dict[str, Any]:
         isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
         for part in content
     ):
-        content = "".join(part["text"] for part in content)
+        content = "\n".join(part["text"] for part in content)  # as vLLM
     calls = isinstance(message, Mapping) and message.get("tool_calls")
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"a message has the texts `role` and `content`, not {message!r}")

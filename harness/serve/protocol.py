@@ -293,7 +293,7 @@ class Message(BaseModel):
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates take."""
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
         return {"role": self.role, "content": text}
 
 

@@ -60,9 +60,9 @@ def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -
     return Candidates(parents.clamp_max(logits.shape[1] - 1), index % vocab, best)
 
 
-def length_normalised(score: FloatArray, generated: int, length_penalty: float) -> FloatArray:
-    """Log-probability divided by (length without the prompt) to the power of the penalty."""
-    return np.asarray(score / np.float32(float(generated) ** length_penalty), dtype=np.float32)
+def length_normalised(score: FloatArray, generated: int, length_penalty: float) -> npt.NDArray[np.float64]:
+    """Log-probability divided by (length without the prompt) to the power of the penalty, which float32 cannot hold."""
+    return np.asarray(score, dtype=np.float64) / float(generated) ** length_penalty
 
 
 class BeamSearch:
@@ -75,7 +75,7 @@ class BeamSearch:
     def __init__(self, width: int, limit: int, rules: DecodingRules) -> None:
         self.scores = np.zeros(width, dtype=np.float32)
         self.finished: list[IntArray | None] = [None] * width
-        self.finished_scores = np.full(width, _NEVER, dtype=np.float32)
+        self.finished_scores = np.full(width, -np.inf)
         self.stopped = False
         self._width, self._limit, self._rules = width, limit, rules
         self._improvable = True
@@ -120,12 +120,12 @@ class BeamSearch:
             return
         new = length_normalised(scores[: self._width], len(outputs[0]) + 1, self._rules.length_penalty)
         entries: list[IntArray | None] = list(self.finished)
-        merged = np.concatenate([self.finished_scores, np.where(ranked, new, new + _NEVER)])
+        merged = np.concatenate([self.finished_scores, np.where(ranked, new, -np.inf)])
         for parent, token, ends in zip(parents, tokens, ranked, strict=False):
             entries.append(np.append(outputs[int(parent)], token) if ends else None)
         best = np.argsort(-merged, kind="stable")[: self._width]
         self.finished = [entries[int(index)] for index in best]
-        self.finished_scores = merged[best].astype(np.float32)
+        self.finished_scores = merged[best]
 
     def _update_improvable(self, running: FloatArray, generated: int) -> None:
         """Note whether the best running hypothesis can still beat the worst finished one. False is final.
@@ -136,7 +136,7 @@ class BeamSearch:
         longest = rules.early_stopping == "never" and rules.length_penalty > 0.0
         best = length_normalised(running[:1], self._limit if longest else generated, rules.length_penalty)
         worst = self.finished_scores.min()
-        floors = [worst if ids is not None else _NEVER for ids in self.finished]
+        floors = [worst if ids is not None else -np.inf for ids in self.finished]
         self._improvable = self._improvable and any(bool(best[0] > floor) for floor in floors)
 
 

@@ -142,6 +142,7 @@ assert llm.get_tokenizer().decode(out.prompt_token_ids).endswith("user: Hello\\n
 parts = [{"role": "user", "content": [{"type": "text", "text": "Hello "}, {"type": "text", "text": "cat"}]}]
 outs = llm.chat([parts, parts], SamplingParams(max_tokens=2), False)
 assert len(outs) == 2
+assert "Hello \\ncat" in llm.get_tokenizer().decode(outs[0].prompt_token_ids)
 """,
     "a chat template of one's own": """
 out = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1),

@@ -37,6 +37,16 @@ WRONG = [
 ]
 
 
+@pytest.mark.parametrize("most", [0, -1, 1.5, "2", True])
+def test_no_prompt_is_left_out_by_a_wrong_concurrency_limit(most):
+    from engine.runtime.errors import ParamsError
+    from engine.runtime.llm import LLM, BeamSearchParams
+
+    llm = LLM.__new__(LLM)  # what is refused needs no model
+    with pytest.raises(ParamsError, match="concurrency_limit"):
+        llm.beam_search([[1, 2]], BeamSearchParams(2, 4), concurrency_limit=most)
+
+
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=[f"{field}-{value!r}" for field, value in WRONG])
 def test_a_parameter_of_a_wrong_type_is_refused_by_name(field, value):
     from engine.runtime.errors import ParamsError

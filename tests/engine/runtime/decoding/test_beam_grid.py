@@ -114,6 +114,15 @@ def test_without_end_tokens_every_way_of_stopping_runs_to_the_limit(stopping, mo
     assert_same(model_of(), (15, 3, 0.0, stopping), [])
 
 
+def test_a_penalty_that_no_float32_holds_still_gives_all_hypotheses(model_of, ends_of):
+    loaded, prompt = model_of("llama"), prompt_of(7)
+    for penalty in (-30.0, 30.0):
+        beams, scores = searched(loaded, prompt, 3, penalty, "never", [])
+        assert [len(beam) for beam in beams] == [NEW] * 3
+        assert beams == searched(loaded, prompt, 3, 1.0, "never", [])[0]
+        assert sorted(scores, reverse=True) == scores
+
+
 def test_hypotheses_do_end_early(model_of, ends_of):
     texts, _ = searched(model_of(), prompt_of(16), 4, 1.0, True, ends_of("llama"))
     assert min(len(text) for text in texts) < NEW
