@@ -62,7 +62,7 @@ def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -
 
 def length_normalised(score: FloatArray, generated: int, length_penalty: float) -> npt.NDArray[np.float64]:
     """Log-probability divided by (length without the prompt) to the power of the penalty, which float32 cannot hold."""
-    return np.asarray(score, dtype=np.float64) / float(generated) ** length_penalty
+    return np.asarray(score.astype(np.float64) / float(generated) ** length_penalty)
 
 
 class BeamSearch:
