@@ -21,6 +21,10 @@ class ParamsError(RequestError):
         self.field = field
         self.reason = reason
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        """As another process makes it."""
+        return type(self), (self.field, self.reason)
+
 
 class PromptError(RequestError):
     """A prompt is empty, too long, or holds ids outside of the vocabulary."""

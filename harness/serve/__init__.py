@@ -6,6 +6,7 @@
 import argparse
 import os
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,9 +44,10 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
         raise UserError(reason)
     config = _config(overrides)
     listener = _listen(flags.host, flags.port)
-    engine = build_engine(config, keep_events=flags.kv_events is not None)
+    from engine.runtime.async_engine import AsyncEngine, EngineFacts, EngineThread, Link
     from engine.runtime.errors import ModelError
     from engine.runtime.llm import sampling_defaults
+    from harness.serve.apart import Apart
     from harness.serve.app import build_app
     from harness.serve.limits import Listener
 
@@ -54,25 +56,33 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
     except ModelError as error:
         raise ConfigError("model.path", str(error)) from error
 
-    app = build_app(
-        engine,
-        model=flags.model_name or served_name(config),
-        root=config.model.path,
-        defaults=defaults,
-        most_requests=flags.max_requests,
-        api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
-        kv_events=_kv_events(engine, flags),
-    )
-    host, port = listener.getsockname()[:2]
-    say(str(engine.capacity))
-    if defaults:
-        said = ", ".join(f"{name}={value}" for name, value in defaults.items())
-        say(
-            f"requests that leave them out get {said} (of generation_config.json; with --generation-config vllm "
-            "neutral values)"
+    def front(facts: EngineFacts, link: Link) -> None:
+        app = build_app(
+            AsyncEngine(facts, link),
+            model=flags.model_name or served_name(config),
+            root=config.model.path,
+            defaults=defaults,
+            most_requests=flags.max_requests,
+            api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
         )
-    say(f"listening on http://{host}:{port}/v1")
-    Listener(app).run(sockets=[listener])
+        Listener(app).run(sockets=[listener])
+
+    with Apart(front) as apart:
+        engine = build_engine(config, keep_events=flags.kv_events is not None)
+        publisher = _kv_events(engine, flags)
+        say(str(engine.capacity))
+        if defaults:
+            said = ", ".join(f"{name}={value}" for name, value in defaults.items())
+            say(
+                f"requests that leave them out get {said} (of generation_config.json; with --generation-config vllm "
+                "neutral values)"
+            )
+        host, port = listener.getsockname()[:2]
+        listener.close()  # the other process has it
+        say(f"listening on http://{host}:{port}/v1")
+        with publisher or nullcontext():
+            observe = publisher.observe if publisher else lambda: None
+            apart.run(EngineFacts.of(engine), EngineThread(engine, observe))
 
 
 def _kv_events(engine: "Engine", flags: argparse.Namespace) -> "KvEventPublisher | None":

@@ -20,14 +20,12 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.core.errors import NeverFitsError
-from engine.core.policies import Policies
 from engine.runtime.async_engine import AsyncEngine
-from engine.runtime.engine import Engine, Prompt
+from engine.runtime.engine import Prompt
 from engine.runtime.errors import EngineDeadError, RequestError
 from engine.runtime.requests import RequestOutput
 from engine.runtime.text import decode_ids, encode_text
 from harness.serve import answers
-from harness.serve.kv_events import KvEventPublisher
 from harness.serve.limits import BodyLimit
 from harness.serve.metrics import ServerMetrics
 from harness.serve.protocol import (
@@ -101,8 +99,8 @@ class Server:
         That is one that no tokens of the longest sequence can hold, or, where it is cut or only counted, one of more
         than `CUT` times as many characters.
         """
-        words = getattr(self.engine.engine.tokenizer, "get_vocab", None)
-        longest = self.engine.engine.limits.max_model_len
+        words = getattr(self.engine.facts.tokenizer, "get_vocab", None)
+        longest = self.engine.facts.limits.max_model_len
         if not isinstance(text, str) or not words or not longest:
             return
         if self.longest_token == 0:
@@ -123,9 +121,9 @@ class Server:
             "object": "model",
             "created": self.started,
             "owned_by": "pagetwin",
-            "root": self.root or self.engine.engine.loaded.name,
+            "root": self.root or self.engine.facts.name,
             "parent": None,
-            "max_model_len": self.engine.engine.limits.max_model_len,
+            "max_model_len": self.engine.facts.limits.max_model_len,
         }
 
     async def answer(
@@ -141,7 +139,7 @@ class Server:
                 f"prompt: {len(prompts)} prompts; this server takes {self.most_requests} at once",
                 param="prompt",
             )
-        if body.priority and not _uses_priority(self.engine.engine):
+        if body.priority and not self.engine.facts.uses_priority:
             raise answers.ServeError(
                 400,
                 f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
@@ -149,7 +147,7 @@ class Server:
             )
         params = body.sampling_params(self.defaults)
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
-        envelope = answers.Envelope(self.model, is_chat, self.engine.engine.tokenizer, options)
+        envelope = answers.Envelope(self.model, is_chat, self.engine.facts.tokenizer, options)
         stream = self._counted(
             answers.merged(
                 self.engine,
@@ -186,12 +184,6 @@ class Server:
             await stream.aclose()
 
 
-def _uses_priority(engine: Engine) -> bool:
-    """Whether any policy differs from the built-in first-come, first-served ones. A user's own may use priorities."""
-    found, plain = (vars(policies).values() for policies in (engine.scheduler.policies, Policies()))
-    return any(type(one) is not type(other) for one, other in zip(found, plain, strict=True))
-
-
 async def _collect(stream: OutputStream) -> list[RequestOutput]:
     try:
         done = {number: output async for number, output in stream if output.finished}
@@ -211,39 +203,29 @@ def _whole(envelope: answers.Envelope, done: Sequence[RequestOutput], width: int
 
 
 def build_app(
-    engine: Engine,
+    engine: AsyncEngine,
     *,
     model: str,
     root: str | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
     most_requests: int = 1024,
     api_keys: Sequence[str] = (),
-    kv_events: KvEventPublisher | None = None,
 ) -> FastAPI:
-    """The application for an engine. The application owns the engine and `kv_events`: it stops them.
+    """The application for an engine, which it starts, observes and stops.
 
     `root` is the directory of the checkpoint; without one the name of the model takes its place. `defaults` are
     sampling parameters of requests that leave them out. With `api_keys` every address but those of health and metrics
     asks for one of them.
     """
     metrics = ServerMetrics(engine, model)
-
-    def observe(outputs: list[RequestOutput]) -> None:
-        metrics.observe(outputs)
-        if kv_events is not None:
-            kv_events.observe()
-
-    server = Server(
-        AsyncEngine(engine, observe=observe), model, most_requests, int(time.time()), root, defaults
-    )
+    server = Server(engine, model, most_requests, int(time.time()), root, defaults)
+    tokenizer = engine.facts.tokenizer
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        server.engine.start()
+        engine.start(metrics.observe)
         yield
-        await asyncio.to_thread(server.engine.stop)
-        if kv_events is not None:
-            await asyncio.to_thread(kv_events.stop)
+        await asyncio.to_thread(engine.stop)
 
     app = FastAPI(title="PageTwin", lifespan=lifespan)
     app.state.server = server
@@ -258,9 +240,9 @@ def build_app(
         for one in prompts:
             server.check_length(one, body, "prompt")
         if not body.add_special_tokens:
-            plain = partial(encode_text, engine.tokenizer, add_special_tokens=False)
+            plain = partial(encode_text, tokenizer, add_special_tokens=False)
             prompts = [
-                await server.engine.aside(partial(plain, one), len(one)) if isinstance(one, str) else one
+                await engine.aside(partial(plain, one), len(one)) if isinstance(one, str) else one
                 for one in prompts
             ]
         return await server.answer(request, body, prompts)
@@ -269,7 +251,7 @@ def build_app(
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         text = "".join(one.plain()["content"] for one in body.messages)
         server.check_length(text, body, "messages")
-        ids = await server.engine.aside(partial(body.prompt_ids, engine.tokenizer), len(text))
+        ids = await engine.aside(partial(body.prompt_ids, tokenizer), len(text))
         return await server.answer(request, body, [ids])
 
     _add_facts(app, server)
@@ -314,22 +296,22 @@ def _add_facts(app: FastAPI, server: Server) -> None:
 
 def _add_words(app: FastAPI, server: Server) -> None:
     """The addresses of the tokenizer."""
-    engine = server.engine.engine
+    facts = server.engine.facts
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
         text = body.prompt or "".join(one.plain()["content"] for one in body.messages or ())
         server.check_length(text, body, "prompt" if body.messages is None else "messages")
-        ids = await server.engine.aside(partial(body.token_ids, engine.tokenizer), len(text))
-        answer = {"count": len(ids), "max_model_len": engine.limits.max_model_len, "tokens": ids}
-        names = [engine.tokenizer.decode([token]) for token in ids] if engine.tokenizer else None
+        ids = await server.engine.aside(partial(body.token_ids, facts.tokenizer), len(text))
+        answer = {"count": len(ids), "max_model_len": facts.limits.max_model_len, "tokens": ids}
+        names = [facts.tokenizer.decode([token]) for token in ids] if facts.tokenizer else None
         return answer | {"token_strs": names if body.return_token_strs else None}
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         server.check_model(body.model)
-        return {"prompt": decode_ids(engine.tokenizer, body.tokens)}
+        return {"prompt": decode_ids(facts.tokenizer, body.tokens)}
 
 
 def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:

@@ -7,7 +7,7 @@ numbers.
 
 import time
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 from engine.core.memory.paged import PagedManager
 from harness.config.errors import UserError
@@ -56,7 +56,10 @@ class KvEventPublisher:
             self._published += 1
             self._socket.send_multipart((self._topic, number, encode(batch._replace(data_parallel_rank=0))))
 
-    def stop(self) -> None:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         """Close the socket. No step may be observed after it."""
         self._context.destroy(_LINGER_MS)
 

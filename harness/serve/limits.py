@@ -15,11 +15,15 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_BODY_BYTES = 16 << 20  # JSON takes up to 18 times as much memory once it is parsed
 HEAD_S = 20.0  # for the line and the headers of a request
 BODY_S = 30.0  # between two parts of a body
+LARGE_BYTES = (
+    1 << 20
+)  # a body is large from here on: its parts are taken with pauses, for which others need not wait
+PAUSE_S = 0.01
 
 
 class BodyLimit:
     """Answers 413 to a body of more than `MAX_BODY_BYTES`, which is read to its end and not kept, and 408 to one whose
-    next part does not come within `BODY_S` seconds.
+    next part does not come within `BODY_S` seconds. Reads large bodies with pauses.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -30,6 +34,8 @@ class BodyLimit:
         read, more = 0, True
 
         async def part() -> Message:
+            if read > LARGE_BYTES:
+                await asyncio.sleep(PAUSE_S)
             try:
                 return await asyncio.wait_for(receive(), BODY_S)
             except TimeoutError as error:

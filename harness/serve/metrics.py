@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.runtime.engine import Engine
+from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.requests import RequestOutput
 
 _LABELS = ("model_name", "engine")
@@ -28,7 +28,7 @@ _OF_REQUESTS = {  # seconds, in the order of `_observe_end`
 class _Totals(Collector):
     """Reads the engine's counters when the metrics are requested."""
 
-    def __init__(self, engine: Engine, labels: tuple[str, str]) -> None:
+    def __init__(self, engine: AsyncEngine, labels: tuple[str, str]) -> None:
         self._engine, self._labels = engine, labels
 
     def collect(self) -> Iterator[Metric]:
@@ -68,13 +68,13 @@ class _Totals(Collector):
         return family
 
     def _capacity(self) -> Metric:
-        size = self._engine.capacity
+        size = self._engine.facts.capacity
         names = ("num_gpu_blocks", "block_size", "kv_cache_bytes")
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV pool", labels=(*_LABELS, *names, "enable_prefix_caching")
         )
         values = (str(size.blocks), str(size.block_size), str(size.bytes))
-        family.add_metric((*self._labels, *values, str(self._engine.options.prefix_caching)), 1)
+        family.add_metric((*self._labels, *values, str(self._engine.facts.prefix_caching)), 1)
         return family
 
 
@@ -86,7 +86,7 @@ def between(begin_s: float | None, end_s: float | None) -> float | None:
 class ServerMetrics:
     """The metrics of one server. Each server has its own registry, so that one process can have several."""
 
-    def __init__(self, engine: Engine, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
         self._registry = CollectorRegistry()
         labels = (model_name, "0")
         self._registry.register(_Totals(engine, labels))
@@ -100,13 +100,14 @@ class ServerMetrics:
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of an engine step", _TOKENS)
         self._generated = histogram("request_generation_tokens", "Tokens generated for a request", _TOKENS)
         self._seconds = {name: histogram(name, text, _SECONDS) for name, text in _OF_REQUESTS.items()}
-        self._counters, self._steps = engine.counters, 0
+        self._engine, self._steps = engine, 0
 
     def observe(self, outputs: list[RequestOutput]) -> None:
         """Add the outputs of one step to the histograms."""
-        if self._counters.steps != self._steps:
-            self._steps = self._counters.steps
-            self._step_tokens.observe(self._counters.step_tokens)
+        counters = self._engine.counters
+        if counters.steps != self._steps:
+            self._steps = counters.steps
+            self._step_tokens.observe(counters.step_tokens)
         for output in outputs:
             metrics = output.metrics
             if metrics.gap_s is not None and output.outputs:

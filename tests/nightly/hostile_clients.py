@@ -2,13 +2,15 @@
 
     python tests/nightly/hostile_clients.py [--requests 60]
 
-A server of a small random model runs in a process of its own. Short requests are timed alone, then beside the hostile
-clients, all at once. Ends with 1 where the others' p99 is above three times its quiet value, the longest wait beside
-one long text is above twice the quiet one, or the memory grows by half.
+A server of a small random model runs in processes of its own, and so do the hostile clients: a client that makes JSON
+would hold the one that takes the times. Short requests are timed alone, then beside the hostile clients, all at once.
+Ends with 1 where the others' p99 is above three times its quiet value, the longest wait beside one long text is above
+twice the quiet one, or the memory grows by half. The machine must be quiet: all of them share its cores.
 """
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import socket
@@ -18,8 +20,10 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from itertools import repeat
+from multiprocessing.synchronize import Barrier, Event
 from pathlib import Path
 
 import httpx
@@ -46,29 +50,15 @@ def checkpoint(folder: Path) -> None:
 
 
 class Served:
-    """A server in a process of its own."""
+    """A server at an address."""
 
-    def __init__(self, folder: Path) -> None:
-        command = [sys.executable, "-m", "harness", "serve", f"model.path={folder}", "--port", "0"]
-        command += ["cache.max_model_len=8192", "cache.pool_tokens=65536", "engine.audit=off"]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if found := re.search(r"http://[\d.]+:\d+", line):
-                self.address = found[0]
-                break
+    def __init__(self, address: str) -> None:
+        self.address = address
         self.host, self.port = self.address.removeprefix("http://").split(":")
 
     def post(self, body: dict[str, object], path: str = "/v1/completions") -> httpx.Response:
         """The answer to a body."""
         return httpx.post(self.address + path, json=body, timeout=600)
-
-    def memory(self) -> int:
-        """Bytes of memory at most so far."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="ascii")
-        found = re.search(r"VmHWM:\s+(\d+) kB", status)
-        assert found
-        return int(found[1]) * 1024
 
     def latencies(self, requests: int) -> list[float]:
         """Seconds of short requests, one after the other. What is turned away for load (429, 503) does not count."""
@@ -83,7 +73,7 @@ class Served:
                 seconds.append(time.perf_counter() - begun)
         return seconds
 
-    def half_open(self, head: bytes, count: int, over: threading.Event) -> None:
+    def half_open(self, head: bytes, count: int, over: Event | threading.Event) -> None:
         """Connections that send a part of a request and nothing more."""
         held = [socket.create_connection((self.host, int(self.port))) for _ in range(count)]
         for one in held:
@@ -93,7 +83,7 @@ class Served:
             one.close()
 
 
-def hostile(server: Served, over: threading.Event) -> list[tuple[str, object]]:
+def hostile(server: Served, over: Event | threading.Event) -> list[tuple[str, object]]:
     """Ten hostile clients: a name, and what each does until `over` is set."""
     long_text = WORDS * (5 * 2**20 // len(WORDS))
     head, body = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b"content-length: 999\r\n\r\n{"
@@ -114,7 +104,7 @@ def hostile(server: Served, over: threading.Event) -> list[tuple[str, object]]:
                 )
 
     def floods() -> None:
-        part = b"a" * 2**20  # a client that makes JSON of it would hold this process, which takes the times
+        part = b"a" * 2**20
         while not over.is_set():
             with suppress(httpx.TransportError):  # the answer comes before the body ends
                 httpx.post(server.address + "/v1/completions", content=repeat(part, 400), timeout=600)
@@ -136,6 +126,55 @@ def hostile(server: Served, over: threading.Event) -> list[tuple[str, object]]:
     ]
 
 
+def attack(address: str, names: Sequence[str], begun: Barrier, over: Event) -> None:
+    """The process of hostile clients."""
+    clients = [work for name, work in hostile(Served(address), over) if name in names]
+    threads = [threading.Thread(target=work, daemon=True) for work in clients]
+    for thread in threads:
+        thread.start()
+    begun.wait()
+    over.wait()
+
+
+@contextmanager
+def beside(address: str, names: Sequence[str]) -> Iterator[None]:
+    """Hostile clients of these names, in a process of their own, while the block runs."""
+    context = multiprocessing.get_context("fork")
+    begun, over = context.Barrier(2), context.Event()
+    process = context.Process(target=attack, args=(address, names, begun, over))
+    process.start()
+    begun.wait()
+    try:
+        yield
+    finally:
+        over.set()
+        process.join()
+
+
+@contextmanager
+def server(folder: Path) -> Iterator[tuple[Served, Callable[[], int]]]:
+    """A server, and the bytes of memory that its processes had at most so far."""
+    command = [sys.executable, "-m", "harness", "serve", f"model.path={folder}", "--port", "0"]
+    command += ["cache.max_model_len=8192", "cache.pool_tokens=65536", "engine.audit=off"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    found = next(filter(None, (re.search(r"http://[\d.]+:\d+", line) for line in process.stdout)))
+
+    def memory() -> int:
+        pids = [
+            process.pid,
+            *Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text("ascii").split(),
+        ]
+        texts = [Path(f"/proc/{pid}/status").read_text(encoding="ascii") for pid in pids]
+        return 1024 * sum(int(re.findall(r"VmHWM:\s+(\d+) kB", text)[0]) for text in texts)
+
+    try:
+        yield Served(found[0]), memory
+    finally:
+        process.terminate()
+        process.wait()
+
+
 def p99(seconds: list[float]) -> float:
     """The 99th percentile."""
     return statistics.quantiles(seconds, n=100, method="inclusive")[98]
@@ -152,29 +191,15 @@ def main() -> int:
     requests = parser.parse_args().requests
     with tempfile.TemporaryDirectory() as name:
         checkpoint(Path(name))
-        server = Served(Path(name))
-        try:
-            server.latencies(10)
-            quiet, memory = server.latencies(requests), server.memory()
-            text = {"prompt": WORDS * (5 * 2**20 // len(WORDS)), "max_tokens": 1}
-            beside = threading.Thread(target=server.post, args=(text,))
-            beside.start()
-            long = max(server.latencies(requests)) / max(quiet)
-            beside.join()
-            over = threading.Event()
-            clients = hostile(server, over)
-            threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in clients]
-            for thread in threads:
-                thread.start()
-            loud = server.latencies(requests)
-            over.set()
-            for thread in threads:
-                thread.join()
+        with server(Path(name)) as (served, memory):
+            served.latencies(10)
+            quiet, before = served.latencies(requests), memory()
+            with beside(served.address, ["a text of 5 MB"]):
+                long = max(served.latencies(requests)) / max(quiet)
+            with beside(served.address, [name for name, _ in hostile(served, threading.Event())]):
+                loud = served.latencies(requests)
             found = {"p99": p99(loud) / p99(quiet), "longest beside one long text": long}
-            found["memory"] = server.memory() / memory
-        finally:
-            server.process.terminate()
-            server.process.wait()
+            found["memory"] = memory() / before
     said = {
         "quiet_p99_s": round(p99(quiet), 4),
         "answered": len(loud),

@@ -4,7 +4,7 @@ import signal
 import socket
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 PATIENCE_S = 120.0  # a safety net: no test rests on it
 TEXT = "the cat sat on a mat and saw the quick brown fox jump over that lazy dog, again; naïve café 日本 🙂"
@@ -43,12 +43,14 @@ def build_engine(loaded, **options):
 @contextmanager
 def served(engine, **options):
     """The engine behind uvicorn; gives the address. `stop` gets the function that a signal to stop would call."""
+    from engine.runtime.async_engine import AsyncEngine, EngineThread
     from harness.serve.app import build_app
     from harness.serve.limits import Listener
 
-    stop = options.pop("stop", None)
+    stop, publisher = options.pop("stop", None), options.pop("kv_events", None)
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    app = build_app(engine, model="tiny", **options)
+    observe = publisher.observe if publisher else lambda: None
+    app = build_app(AsyncEngine(engine, EngineThread(engine, observe)), model="tiny", **options)
     server = Listener(app, log_level="error", timeout_graceful_shutdown=1)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -56,11 +58,12 @@ def served(engine, **options):
         stop.append(lambda: server.handle_exit(signal.SIGTERM, None))
     while not server.started:
         time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(10)
+    with publisher or nullcontext():
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
 
 
 def wait_until(condition, seconds=PATIENCE_S):

@@ -177,6 +177,10 @@ class TokenLogprobs(Mapping[int, Logprob]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Without the tokenizer, for another process."""
+        return type(self), (self.token, self.logprob, self.rank, self.best)
+
 
 class ScoredSpan(NamedTuple):
     """Prompt tokens of a request whose log-probabilities are wanted: their number, and the position of the first."""

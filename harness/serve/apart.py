@@ -1,0 +1,132 @@
+"""The HTTP server in a process of its own, so that no body that it reads holds up a step of the engine.
+
+The process is forked before a model is loaded: it shares the modules and no tensor. Both sides exchange the messages of
+`engine.runtime.async_engine` through one pipe. Signals go to the server, which ends its streams and tells the engine.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from queue import SimpleQueue
+from types import FrameType
+
+from engine.runtime.async_engine import Command, Deliver, Delivery, EngineFacts, EngineThread, Link
+from engine.runtime.engine import EngineCounters
+from engine.runtime.errors import EngineDeadError
+from engine.runtime.requests import RequestOutput
+from harness.config.errors import UserError
+
+Front = Callable[[EngineFacts, Link], None]
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class _Pipe:
+    """The server's end of the pipe."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def start(self, deliver: Deliver) -> None:
+        """Begin to hand on what the engine delivers."""
+        self._reader = threading.Thread(target=self._read, args=(deliver,), daemon=True)
+        self._reader.start()
+
+    def put(self, command: Command) -> None:
+        """Send a command."""
+        with self._sending, suppress(BrokenPipeError):  # the reader says that the engine has gone
+            self._connection.send(command)
+
+    def stop(self) -> None:
+        """Stop the engine, and wait for its last delivery."""
+        self.put(None)
+        self._reader.join()
+
+    def _read(self, deliver: Deliver) -> None:
+        delivery = None
+        while delivery is None or delivery.ended is None:
+            try:
+                delivery = self._connection.recv()
+            except (EOFError, ConnectionResetError):
+                delivery = Delivery([], EngineCounters(), EngineDeadError("its process has gone"))
+                os.kill(os.getpid(), signal.SIGTERM)
+            deliver(delivery)
+
+
+class Apart:
+    """The process of a server. Make it before the model is loaded, and within its block call `run`."""
+
+    def __init__(self, front: Front) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, theirs = context.Pipe()
+        self._process: BaseProcess = context.Process(target=_begin, args=(front, theirs, self._connection))
+        self._process.start()
+        theirs.close()
+
+    def __enter__(self) -> "Apart":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+        self._process.join()
+
+    def run(self, facts: EngineFacts, thread: EngineThread) -> None:
+        """Serve an engine until a signal comes, which is then raised here. Raises UserError if the server fails."""
+        with self._signals() as came:
+            self._connection.send(facts)
+            outbox: SimpleQueue[Delivery] = SimpleQueue()
+            threading.Thread(target=self._send, args=(outbox,), daemon=True).start()
+            thread.start(outbox.put)
+            with suppress(EOFError, ConnectionResetError):
+                while True:
+                    thread.put(self._connection.recv())
+            thread.stop()
+            self._process.join()
+        if came:
+            signal.raise_signal(came[0])
+        if self._process.exitcode:
+            raise UserError(f"the process of the HTTP server ended with exit code {self._process.exitcode}")
+
+    def _send(self, outbox: "SimpleQueue[Delivery]") -> None:
+        with suppress(BrokenPipeError):  # the server has gone
+            while True:
+                delivery = outbox.get()
+                self._connection.send(delivery._replace(items=[*map(_light, delivery.items)]))
+
+    @contextmanager
+    def _signals(self) -> Iterator[list[int]]:
+        """Pass signals to the server; gives those that came."""
+        came: list[int] = []
+
+        def passed(number: int, frame: FrameType | None) -> None:
+            came.append(number)
+            self._process.terminate()
+
+        before = {number: signal.signal(number, passed) for number in _SIGNALS}
+        try:
+            yield came
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _light(item: tuple[int, RequestOutput | Exception]) -> tuple[int, RequestOutput | Exception]:
+    """An item without the prompt, which the client's side has."""
+    number, output = item
+    if isinstance(output, RequestOutput):
+        output = replace(output, prompt=None, prompt_token_ids=())
+    return number, output
+
+
+def _begin(front: Front, connection: Connection, other: Connection) -> None:
+    """The process of the server: a terminal's signals come by way of the engine's process."""
+    os.setsid()
+    other.close()
+    with suppress(EOFError):  # the engine could not be made
+        front(connection.recv(), _Pipe(connection))

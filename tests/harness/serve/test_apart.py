@@ -1,0 +1,80 @@
+"""The HTTP server in a process of its own: the same answers, and signals that reach both."""
+
+import os
+import signal
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+from serve_cases import PATIENCE_S, build_engine, served, wait_until
+from tiny_models import SHAPE
+
+BODY = {"prompt": "the cat", "temperature": 0, "ignore_eos": True}
+
+
+def ask(address, **fields):
+    return httpx.post(f"{address}/v1/completions", json=BODY | fields, timeout=PATIENCE_S)
+
+
+def told_of(address):
+    """What a server says of itself, of an error, and of outputs whose parts come back through the pipe."""
+    words = ask(address, max_tokens=4, logprobs=1, echo=True).json()
+    choices = [{**choice, "logprobs": choice["logprobs"]["tokens"]} for choice in words["choices"]]
+    wrong = ask(address, max_tokens=4, n=500, use_beam_search=True)
+    form = ask(address, max_tokens=8, structured_outputs={"choice": ["a cat"]}, ignore_eos=False)
+    page = httpx.get(f"{address}/metrics").text
+    counted = [line for line in page.splitlines() if line.startswith("vllm:generation_tokens_total")]
+    return choices, words["usage"], (wrong.status_code, wrong.json()), form.json()["choices"], counted
+
+
+def stopped(address):
+    """The last lines of a stream that a signal interrupts."""
+    body = BODY | {"max_tokens": 100, "stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [line for line in lines if line][-2:]
+
+
+def test_a_server_apart_answers_as_one_beside_its_engine_and_ends_its_streams_at_a_signal(monkeypatch):
+    import torch
+
+    from engine.runtime.async_engine import AsyncEngine, EngineFacts, EngineThread
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+    from harness.serve.apart import Apart
+    from harness.serve.app import build_app
+    from harness.serve.limits import Listener
+
+    torch.set_num_threads(1)
+    listener, came = socket.create_server(("127.0.0.1", 0)), []
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
+
+    def front(facts, link):
+        Listener(build_app(AsyncEngine(facts, link), model="tiny")).run(sockets=[listener])
+
+    try:
+        with Apart(front) as apart, ThreadPoolExecutor() as pool:
+            engine = build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))
+            with served(engine) as beside:
+                wanted = told_of(beside)
+            engine = build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))
+            thread, step = EngineThread(engine), engine.step
+
+            def held():  # the stream has not ended when the signal comes
+                if engine.counters.generation_tokens == 30:
+                    assert wait_until(lambda: not thread._inbox.empty())
+                return step()
+
+            monkeypatch.setattr(engine, "step", held)
+            clients = pool.submit(lambda: (told_of(address), stopped(address)))
+            apart.run(EngineFacts.of(engine), thread)
+            found, last = clients.result()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert found == wanted
+    assert "the engine has ended" in last[0]
+    assert last[1] == "data: [DONE]"
+    assert came == [signal.SIGTERM]
