@@ -67,6 +67,10 @@ def _run(arguments: Arguments) -> int:
     from harness.twin.twin import finding, verdict
 
     flags = arguments.flags
+    if flags.check and (flags.what_if or flags.first is not None or flags.no_what_ifs):
+        raise UserError("--check compares and ends: --what-if, --no-what-ifs and --first are not for it")
+    if flags.first is not None and flags.first < 1:
+        raise UserError(f"--first is {flags.first}, must be at least 1")
     folder = Path(flags.folder).expanduser()
     out = out_folder(flags.out or f"results/twin/{folder.resolve().name}")
     if flags.metrics:

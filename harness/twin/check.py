@@ -16,7 +16,7 @@ import numpy as np
 from harness.config.errors import UserError
 from harness.twin.log import FloatArray
 from harness.twin.prediction import PredictedRun
-from harness.twin.scrape import KV, RUNNING, WAITING, Samples, fetched, parse, values
+from harness.twin.scrape import KV, RUNNING, WAITING, Samples, fetched, parse, pool_of, values
 
 TOLERANCE = 0.1  # of the larger of both figures
 _SAMPLES, _EVERY_S = 5, 1.0  # of a live server's gauges
@@ -95,16 +95,15 @@ def _counters(run: PredictedRun, page: Samples) -> Iterator[Compared]:
     )
     ratio = hits / max(1.0, prompts)
     off = "no prompt was looked up in the prefix cache"
+    if real_hits > queries:
+        off, queries = "the page has more hits than were asked for", 0.0
     yield _row("hit ratio of prompt tokens", (ratio, ratio), real_hits / queries if queries else None, off)
     each = 100 * preempted / len(run.arrival_s)
     real = 100 * real_preempted / finished if finished else None
     yield _row("preemptions of 100 requests", (each, each), real, "no request has finished", _LEAST_COUNT)
     for labels, _ in page.get("vllm:cache_config_info", ()):
-        if labels.get("num_gpu_blocks", "").isdigit() and labels.get("block_size", "").isdigit():
-            tokens, ours = (
-                int(labels["num_gpu_blocks"]) * int(labels["block_size"]),
-                float(run.log.capacity_slots),
-            )
+        if pool := pool_of(labels):
+            tokens, ours = pool["num_gpu_blocks"] * pool["block_size"], float(run.log.capacity_slots)
             yield _row("KV pool of a replica, tokens", (ours, ours), float(tokens), "", _LEAST_COUNT)
             return
 

@@ -11,9 +11,10 @@ Names: `vllm/v1/metrics/loggers.py` of vLLM 0.19.0 (`vllm:num_requests_running`,
 import json
 import re
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from http.client import HTTPException
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -106,14 +107,31 @@ def fetched(url: str, flag: str = "--metrics") -> str:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_S) as answer:
             text: bytes = answer.read()
-    except (urllib.error.URLError, OSError) as error:
+    except (OSError, HTTPException, ValueError) as error:  # no answer, one that is not HTTP, and no address
         raise UserError(f"{flag} {url}: cannot be read: {getattr(error, 'reason', error)}") from error
     return text.decode("utf-8", "replace")
 
 
 def values(samples: Samples, names: tuple[str, ...]) -> list[float]:
-    """The values of the first of these names that the page has, one for each engine; empty where it has none."""
-    return next(([value for _, value in samples[name]] for name in names if name in samples), [])
+    """The values of the first of these names that the page has, one for each engine; empty where it has none.
+
+    Raises:
+        UserError: a value is no number of at least 0.
+    """
+    name = next((name for name in names if name in samples), "")
+    found = [value for _, value in samples.get(name, ())]
+    for value in found:
+        if not 0 <= value < inf:
+            raise UserError(f"the /metrics page has {name} {value:g}: a number of at least 0 expected")
+    return found
+
+
+def pool_of(labels: Mapping[str, str]) -> dict[str, int]:
+    """Blocks of the pool and tokens of a block, from `vllm:cache_config_info`; empty where it does not say them."""
+    names = ("num_gpu_blocks", "block_size")
+    if all(re.fullmatch("[0-9]{1,12}", labels.get(name, "")) for name in names):
+        return {name: int(labels[name]) for name in names}
+    return {}
 
 
 def _write_settings(samples: Samples, folder: Path) -> list[str]:
@@ -123,13 +141,10 @@ def _write_settings(samples: Samples, folder: Path) -> list[str]:
         return ["The endpoint does not describe the pool (vllm:cache_config_info)."]
     names = [VLLM_NAMES[name] for name in ("block_size", "prefix_caching", "memory_utilization")]
     known = {name: labels[name] for name in names if labels.get(name) not in (None, "None")}
-    facts = {}
-    if labels.get("num_gpu_blocks", "").isdigit():
-        facts = {name: int(labels[name]) for name in ("num_gpu_blocks", "block_size")}
     path = folder / "engine.json"
     if path.exists():
         return [f"{path} is there already and was kept."]
-    record = {"engine_kwargs": known, "kv_cache": facts}
+    record = {"engine_kwargs": known, "kv_cache": pool_of(labels)}
     write_files(folder, {path.name: (json.dumps(record, indent=1) + "\n").encode()})
     return [f"{path} has the pool; max_num_seqs and max_num_batched_tokens are not on the endpoint."]
 

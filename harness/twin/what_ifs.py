@@ -34,8 +34,15 @@ FIGURES = (*("ttft_p50", "ttft_mean", "ttft_p99", "tpot_p50", "tpot_mean", "tpot
 LOAD, BLOCK_SIZE, POOL = "load", "cache.block_size", "cache.pool"
 NOT_PRICED = {
     BLOCK_SIZE: "the cost model does not price block size: sizes differ by the last, partly filled block and by prefix "
-    "reuse"
+    "reuse",
+    **dict.fromkeys(
+        ("device.tensor_parallel", "model.dtype", "model.kv_dtype", "model.weight_dtype"),
+        "the KV pool keeps its size in tokens (cache.pool_tokens)",
+    ),
 }
+_SECTIONS = ("model", "device", "cache", "scheduler", "decoding", "cost")  # with what a prediction obeys
+_IN_FLIGHT = "replay.max_in_flight"
+_MEMORY = ("memory_gb", "memory_utilization", "activation_gb", "other_memory_gb", "graph_memory_gb")
 _BLOCKS = (8, 16, 32, 64, 128)
 _FACTORS = (0.25, 0.5, 2.0, 4.0)
 _OF_POOL, _OF_PEAK = (2.0, 0.5), (1.0, 0.75, 0.5)
@@ -323,9 +330,21 @@ def _asked(config: RunConfig, workload: Trace, text: str) -> Iterator[tuple[str,
         raise UserError(
             f"--what-if {text}: changes one key, as scheduler.max_running=64,96, or the load, as load=1.5"
         )
-    kept = {} if key.startswith(POOL) else {"cache.pool_tokens": deployment_of(config).pool.tokens}
+    section, _, last = key.partition(".")
+    if section not in _SECTIONS and key != _IN_FLIGHT:
+        raise UserError(
+            f"--what-if {text}: the requests are those of the log, so this would change nothing; ask a setting of "
+            f"{', '.join(_SECTIONS)}, {_IN_FLIGHT}, or the load, as load=1.5"
+        )
+    tokens = deployment_of(config).pool.tokens
+    if section == "device" and last in _MEMORY:
+        raise UserError(
+            f"--what-if {text}: the pool is that of the deployment, so this would change nothing; ask another pool, as "
+            f"cache.pool_tokens={2 * tokens}"
+        )
+    kept = {} if key.startswith(POOL) else {"cache.pool_tokens": tokens}
+    name = last if key == "cache.policy" else VLLM_NAMES.get(last, last)  # vLLM's policy is the scheduler's
     for setting in axis.settings:
-        name = VLLM_NAMES.get(key.rpartition(".")[2], key.rpartition(".")[2])
         try:
             changed = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}
         except UnusualError:

@@ -49,6 +49,35 @@ def differing(run: PredictedRun, path: Path) -> list[str]:
     return [row.name for row in compared(run, pages(str(path))) if not row.agrees(0.1)]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_figure_that_no_server_can_have_is_refused_by_name(run, tmp_path, value):
+    with pytest.raises(UserError, match="vllm:prefix_cache_hits_total"):
+        differing(run, page_of(run, tmp_path, prefix_cache_hits_total=value))
+
+
+def test_more_hits_than_were_asked_for_are_not_compared(run, tmp_path):
+    rows = compared(run, pages(str(page_of(run, tmp_path, prefix_cache_hits_total=1e9))))
+    assert "more hits than were asked for" in rows[0].line(0.1)
+
+
+@pytest.mark.parametrize("blocks", ["²", "9" * 5000, "-3", ""])
+def test_a_pool_that_is_no_number_is_not_compared(run, tmp_path, blocks):
+    path = page_of(run, tmp_path)
+    path.write_text(path.read_text().replace('num_gpu_blocks="', f'num_gpu_blocks="{blocks}", was="'))
+    assert len(compared(run, pages(str(path)))) == 6
+
+
+@pytest.mark.parametrize("address", ["http://[::1", "http://a b/", "http://127.0.0.1:1/"])
+def test_an_address_that_leads_nowhere_is_refused(address):
+    with pytest.raises(UserError, match=r"--check .*: cannot be read"):
+        pages(address)
+
+
+def test_check_takes_no_question_beside_it(capsys):
+    assert main(["twin", str(RECORDED), *WORDS, "--check", "page", "--what-if", "load=2"]) == 2
+    assert "--check compares and ends" in capsys.readouterr().err
+
+
 def test_a_page_of_what_is_predicted_agrees_in_every_figure(run, tmp_path):
     rows = compared(run, pages(str(page_of(run, tmp_path))))
     assert len(rows) == 7
@@ -58,7 +87,7 @@ def test_a_page_of_what_is_predicted_agrees_in_every_figure(run, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "row"),
     [
-        ("prefix_cache_hits_total", 1e9, "hit ratio of prompt tokens"),
+        ("prefix_cache_hits_total", 2e4, "hit ratio of prompt tokens"),
         ("num_preemptions_total", 1e4, "preemptions of 100 requests"),
         ("num_requests_waiting", 1e4, "waiting requests"),
         ("kv_cache_usage_perc", 1.0, "kv_cache_usage_perc"),

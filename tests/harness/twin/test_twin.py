@@ -480,6 +480,27 @@ def test_a_question_that_cannot_be_read_is_refused(question: str, twin: Twin) ->
         what_ifs(twin.log, twin.config, twin.prediction, [question])
 
 
+UNHEARD = [
+    "workload.request_rate=9",
+    "replay.mode=offline",
+    "device.memory_utilization=0.5",
+    "oracle.engine=vllm",
+]
+
+
+@pytest.mark.parametrize("question", UNHEARD)
+def test_a_question_that_the_prediction_would_not_hear_is_refused(question: str, twin: Twin) -> None:
+    with pytest.raises(UserError, match="this would change nothing; ask"):
+        what_ifs(twin.log, twin.config, twin.prediction, [question])
+
+
+def test_a_question_whose_pool_would_be_another_says_that_it_is_kept(twin: Twin) -> None:
+    asked = ["device.tensor_parallel=2", "cache.policy=contiguous_max"]
+    found = {one.name: one for one in what_ifs(twin.log, twin.config, twin.prediction, asked)}
+    assert "the KV pool keeps its size" in str(found["tensor_parallel_size=2"])
+    assert "policy=contiguous_max" in found
+
+
 def test_a_kept_fit_is_taken_for_the_same_log_alone(twin: Twin, tmp_path: Path) -> None:
     (tmp_path / "fit-deployment.yaml").write_text("kept")
     (tmp_path / "fit-workload.jsonl").write_bytes(trace_bytes(twin.log.workload))
