@@ -18,7 +18,7 @@ from engine.core.errors import CoreError, NeverFitsError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import pages_of
-from engine.core.memory.paged import PagedManager, layer_groups
+from engine.core.memory.paged import PagedManager, host_memory, layer_groups
 from engine.core.options import (
     CachePolicy,
     GroupKind,
@@ -336,7 +336,7 @@ class Engine:
             loaded,
             num_blocks=self.capacity.blocks,
             block_size=self.capacity.block_size,
-            host_blocks=options.host_blocks,
+            host_blocks=options.host_blocks if grouped else host_memory(self.scheduler.manager),
             backend=options.backend,
             audit=options.audit,
             audit_every=options.audit_every,

@@ -91,8 +91,9 @@ class KVPool:
 
     `keys[layer]` and `values[layer]` are `[num_blocks + 1, block_size, kv_heads, dim]`. Block 0 is the null block: all
     zeros, read where a batch is padded, and never written. Slots start as NaN, and `poison` sets freed blocks back to
-    NaN, so that `written_slots` can count. Swapped-out blocks go to `host_blocks` blocks of host memory, which is
-    pinned if the device is a GPU. Layers of one shape share a tensor, so every operation is one call per shape.
+    NaN, so that `written_slots` can count. Swapped-out blocks, and those of a tier, go to `host_blocks` blocks of host
+    memory, NaN at first too, which is pinned if the device is a GPU. Layers of one shape share a tensor, so every
+    operation is one call per shape.
     """
 
     def __init__(
@@ -125,6 +126,8 @@ class KVPool:
             shape: torch.empty(len(stack), host_blocks, *stack.shape[2:], dtype=stored, pin_memory=pinned)
             for shape, stack in self._stacks.items()
         }
+        for saved in self._host.values():
+            saved.fill_(poison)
         self._poison = poison
         self.marks = SlotMarks(num_blocks, block_size, host_blocks, device) if self.is_8bit else None
         views = {shape: iter(stack.view(self.dtype).unbind(0)) for shape, stack in self._stacks.items()}

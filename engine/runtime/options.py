@@ -25,6 +25,7 @@ from engine.core.options import (
     Scheduling,
     SpeculationMode,
     StateMode,
+    TierStore,
     WindowHits,
 )
 from engine.runtime.errors import EngineOptionError
@@ -91,6 +92,8 @@ class EngineOptions:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     host_blocks: int = 0  # blocks of host memory to swap to
+    tier_blocks: int = 0  # blocks of host memory that keep what the pool loses, found again by their hash
+    tier_store: TierStore | str = TierStore.written  # when they are filled
     block_size: int = 16
     cache: CachePolicy | str = CachePolicy.paged
     prefix_caching: bool = True
@@ -146,8 +149,8 @@ class EngineOptions:
 
 
 _OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every", "retention_interval")
-_COUNTS = ("host_blocks", "block_size", "audit_every", "draft_tokens")
-_FROM_ZERO = ("host_blocks", "draft_tokens", "retention_interval")
+_COUNTS = ("host_blocks", "tier_blocks", "block_size", "audit_every", "draft_tokens")
+_FROM_ZERO = ("host_blocks", "tier_blocks", "draft_tokens", "retention_interval")
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("cache", CachePolicy),
     ("placement", Placement),
@@ -156,6 +159,7 @@ _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
     ("states", StateMode),
     ("kv_dtype", KVDtype),
     ("hash", HashAlgorithm),
+    ("tier_store", TierStore),
     ("audit", Audit),
     ("draft_mode", SpeculationMode),
 )
@@ -164,16 +168,27 @@ _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
 def build_manager(options: EngineOptions, num_blocks: int, max_model_len: int) -> "KVCacheManager":
     """The KV cache manager that the options ask for."""
     from engine.core.memory.contiguous import ContiguousManager
+    from engine.core.memory.eviction import LruQueue
     from engine.core.memory.paged import PagedManager
+    from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec
 
     policy = CachePolicy(options.cache)
     if policy is CachePolicy.paged:
+        eviction, host = LruQueue(), TierSpec("host", options.tier_blocks)
+        tiers = options.tier_blocks and Tiers(
+            [Tier(host, LruQueue())],
+            eviction.facts,
+            store=TierStore(options.tier_store),
+            copies=HostBlocks(options.host_blocks, min(num_blocks, options.tier_blocks)),
+        )
         return PagedManager(
             num_blocks,
             options.block_size,
             prefix_caching=options.prefix_caching,
             copy_at_fork=options.copy_at_fork,
             host_blocks=options.host_blocks,
+            eviction=eviction,
+            tiers=tiers or None,
         )
     return ContiguousManager(num_blocks, max_model_len, policy.reservation, Placement(options.placement))
 

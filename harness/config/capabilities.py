@@ -76,6 +76,7 @@ class Asked:
     drafts: bool
     may_share: bool
     experts: bool
+    copies_tiers: bool  # the engine itself fills and reads the host tier
     # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
     waits: str | None
 
@@ -97,6 +98,7 @@ def asked_of(config: RunConfig) -> Asked:
         drafts=decoding.draft_tokens > 0,
         may_share=config.cache.prefix_caching,
         experts=model.experts > 0,
+        copies_tiers=config.measure or config.device.name == "cpu",
         waits=_waits(config.replay),
     )
 
@@ -208,14 +210,12 @@ TABLE: tuple[Capability, ...] = (
         "decoding.mode",
         lambda a: _if(a.several, "several sequences"),
         {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
-         "(decoding.sharing=prefix_cache)",
-         Way.tiers: "what a tier does to forked blocks is not tested"},
+         "(decoding.sharing=prefix_cache)"},
     ),
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.tiers: "what a tier does to the blocks of drafts is not tested",
-         Way.measured_groups: "its tensors take no draft tokens",
+        {Way.measured_groups: "its tensors take no draft tokens",
          Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
          Way.vllm: "a measured vLLM has no draft model"},
     ),
@@ -348,10 +348,24 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.tier_tokens",
         lambda a: a.cache.tier_tokens or None,
-        {Way.measured: "the engine has no tier below the pool of its prefix cache",
-         Way.groups: "tiers hold blocks of one block table", Way.replicas: _KEPT,
+        {Way.groups: "tiers hold blocks of one block table", Way.replicas: _KEPT,
          Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
          Way.client: _UNKNOWN},
+    ),
+    Capability(
+        "cache.tier_tokens",
+        lambda a: _if(a.copies_tiers, a.cache.tier_tokens or None),
+        {Way.compiled: "the engine itself copies the blocks of a tier"},
+    ),
+    Capability(
+        "cache.tier_overlap",
+        lambda a: _if(a.copies_tiers, a.cache.tier_overlap or None),
+        {Way.tiers: "our engine copies before it computes, and so does a CPU, whose cores do both"},
+    ),
+    Capability(
+        "cache.disk_tokens",
+        lambda a: _if(a.cache.tier_tokens > 0, a.cache.disk_tokens or None),
+        {Way.measured: "the engine has host memory alone below its pool"},
     ),
     Capability(
         "cache.answers",

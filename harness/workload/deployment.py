@@ -193,6 +193,11 @@ class Deployment:
         return engine_device(self.engine.device)
 
     @property
+    def copies_tiers(self) -> bool:
+        """Whether the engine at hand fills and reads the host tier itself, so that a step waits for the copies."""
+        return self.measured or self.device.name == "cpu"
+
+    @property
     def device_at_hand(self) -> str:
         """The name of the device that the engine runs on."""
         return device_identity(self.engine.device)
@@ -497,7 +502,10 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.sight,
-        note="; ".join([_WINDOWS_KEPT] * (slides and not groups) + [_TIERS] * (cache.tier_tokens > 0)),
+        note="; ".join(
+            [_WINDOWS_KEPT] * (slides and not groups)
+            + [_TIERS] * (cache.tier_tokens > 0 and not config.measure and config.device.name != "cpu")
+        ),
         groups=groups,
         page_counts=counts if groups else (),
     )

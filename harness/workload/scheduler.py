@@ -18,8 +18,8 @@ from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
-from engine.core.memory.tiers import Tier, Tiers, TierSpec
-from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
+from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec
+from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing, TierStore
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
@@ -114,10 +114,15 @@ def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0
     return policy
 
 
-def reads_clock(deployment: Deployment) -> bool:
-    """Whether a rule of eviction depends on the time, so that each step must be replayed as one."""
+def goes_singly(deployment: Deployment) -> bool:
+    """Whether each step must be replayed as one: a rule of eviction depends on the time, or evicted blocks are copied
+    in the step that evicts them.
+    """
     cache = deployment.cache
-    below = cache.tier_tokens > 0 and _tier_policy(cache, deployment.pool.block_size).reads_clock
+    copied = deployment.copies_tiers and cache.tier_store is TierStore.evicted
+    below = cache.tier_tokens > 0 and (
+        copied or _tier_policy(cache, deployment.pool.block_size).reads_clock
+    )
     return below or eviction_policy(deployment).reads_clock
 
 
@@ -150,8 +155,10 @@ def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
         rule = _tier_policy(cache, size * chunk)
         rule.facts = replace(policy.facts, block_size=size * chunk)
         made.append(Tier(spec, rule))
+    spare = min(specs[0].units, deployment.pool.num_blocks)
     return Tiers(
         *(made, policy.facts),
+        copies=HostBlocks(cache.host_tokens // size, spare) if deployment.copies_tiers else None,
         chunk=chunk,
         store=cache.tier_store,
         load=cache.tier_load,

@@ -46,7 +46,7 @@ from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_toget
 from harness.workload.beam_requests import BeamClient
 from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
-from harness.workload.scheduler import reads_clock
+from harness.workload.scheduler import goes_singly
 from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, TraceRequest
@@ -340,7 +340,7 @@ def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> Run
 def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) -> dict[str, Any]:
     client, live = point.beam_client(point.workload.genealogy(cost.source)), dict[int, Request]()
     # A fast-forward would take and release all its blocks at one time.
-    single = point.replay.residency is not None or reads_clock(point.deployment)
+    single = point.replay.residency is not None or goes_singly(point.deployment)
     executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not single)
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from point_cases import azure_file, mooncake_file, small_config, with_trace
 from tiers import tier
 
-from engine.core.options import CachePolicy, Preemption, Retention, Scheduling, SpeculationMode
+from engine.core.options import CachePolicy, Preemption, Retention, Scheduling, SpeculationMode, TierStore
 from harness.config.checks import check_config
 from harness.config.compose import normalise
 from harness.config.schema import (
@@ -56,6 +56,10 @@ def swap(config: RunConfig) -> None:
     config.cache.host_tokens, config.scheduler.preemption = 4000, Preemption.swap
 
 
+def host_tier(config: RunConfig) -> None:
+    config.cache.tier_tokens, config.cache.tier_store = 4000, TierStore.evicted
+
+
 def swap_groups(config: RunConfig) -> None:
     config.cache.host_tokens, config.scheduler.preemption = 4000, Preemption.auto
 
@@ -84,7 +88,7 @@ def own(config: RunConfig) -> None:
 
 
 POLICIES: dict[str, Change] = {
-    **{change.__name__: change for change in (paged, unnamed, frugal, copies, swap, swap_groups)},
+    **{change.__name__: change for change in (paged, unnamed, frugal, copies, swap, host_tier, swap_groups)},
     **{change.__name__: change for change in (priority, static, whole_prompts, users, own)},
     **{str(policy): contiguous(policy) for policy in CachePolicy if policy is not CachePolicy.paged},
 }

@@ -169,7 +169,10 @@ class PagedManager:
         if self.lookups is not None and self.prefix_cache.serves(group.request):
             self._looked_up = {group: LookupRecord(group.request.request_id, asked, len(hits), missed)}
         if self.tiers is not None and len(hits) < asked:
-            return self.tiers.find(self.prefix_cache.names(group), hits, asked)
+            names = self.prefix_cache.names(group)
+            if group.private:
+                names = self.tiers.named(names, group.private, asked)
+            return self.tiers.find(names, hits, asked)
         return hits
 
     def can_admit(
@@ -217,12 +220,11 @@ class PagedManager:
     def _open_loaded(self, group: Group, root: SequenceState, hit: TierHit) -> None:
         """Open a table with what the pool has, and blocks for what tiers have; those enter the prefix cache again."""
         assert self.tiers is not None
-        self.tiers.load(hit, group.request)
         self.tables.open_hits(root, list(hit.pool))
-        loaded = self.pool.take(hit.loaded)
+        loaded = self.tiers.load(hit, group.request, lambda: self.pool.take(hit.loaded))
         self.tables.append(group.request, self.tables.get(root), loaded)
         self.tables.wrote(len(loaded) * self.block_size)
-        self.pool.cache_full_blocks(loaded, self.prefix_cache.names(group)[len(hit.pool) : len(hit)])
+        self.pool.cache_full_blocks(loaded, hit.keys[len(hit.pool) :])
 
     def _new_numbers(self, request: Request) -> int:
         """Numbers for the blocks of a request: as many for the prompt as for each branch, all that it could need."""
@@ -358,7 +360,7 @@ class PagedManager:
 
     def promote(self, sequence: SequenceState, child: SequenceState) -> None:
         """Release the blocks of `sequence` and give it the table of `child`."""
-        self._release_table(sequence)
+        self._release_table(sequence, ends=False)
         sequence.computed = child.computed
         if self.groups is None:
             self.tables.take_over(child, sequence)
@@ -409,14 +411,15 @@ class PagedManager:
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):
             cache.cache_computed(part)
 
-    def _release_table(self, sequence: SequenceState) -> None:
+    def _release_table(self, sequence: SequenceState, *, ends: bool = True) -> None:
         if self._copying is not None:
             self._copying.forget(sequence)
         if self._deduplicate:
             self.prefix_cache.forget(sequence)
-        if self.tiers is not None:
+        if self.tiers is not None and ends:
             known = map(self.pool.hash_of, sequence.table[: sequence.cached_blocks])
-            self.tiers.released(list(takewhile(lambda each: each is not None, known)), sequence.request)
+            hashes = list(takewhile(lambda each: each is not None, known))
+            self.tiers.released(hashes, sequence.table, sequence.request)
         for cache, part in zip(self.caches, self._parts(sequence), strict=True):
             cache.tables.close(part)
         sequence.table = []
@@ -486,6 +489,8 @@ class PagedManager:
         """Empty the prefix cache; raises CoreError, with nothing changed, while a block is in use."""
         if self.groups is None:
             self.pool.reset()
+            if self.tiers is not None:
+                self.tiers.reset()
         else:
             self.groups.pages.reset()
 
@@ -575,11 +580,14 @@ class PagedManager:
         return NO_LOADS if self.tiers is None else self.tiers.drain_loads()
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
-        """(device, host) blocks to save, (host, device) blocks to bring back."""
+        """(device, host) blocks to save, (host, device) blocks to bring back: of swapped groups, then of a tier."""
         swapper = self.swapper
-        swaps = swapper.pending_out, swapper.pending_in
+        saved, brought = swapper.pending_out, swapper.pending_in
         swapper.pending_out, swapper.pending_in = [], []
-        return swaps
+        if self.tiers is not None:
+            written, read = self.tiers.drain_copies()
+            return saved + written, brought + read
+        return saved, brought
 
     def check(self) -> None:
         """Compare every counter with a recount over the live tables. Call it between steps. Raises InvariantError."""
@@ -602,3 +610,10 @@ class PagedManager:
 def layer_groups(manager: KVCacheManager) -> LayerGroups | None:
     """The groups of layers that `manager` serves, None where a sequence has one table."""
     return manager.groups if isinstance(manager, PagedManager) else None
+
+
+def host_memory(manager: KVCacheManager) -> int:
+    """The blocks of host memory that copies of `manager` name: of swapped groups, and of a tier."""
+    if not isinstance(manager, PagedManager):
+        return 0
+    return manager.swapper.host.num_blocks + (0 if manager.tiers is None else manager.tiers.host_blocks)

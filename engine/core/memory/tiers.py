@@ -6,10 +6,11 @@ loaded becomes a block of the pool again and stays in its tier. A unit (a block,
 stored, found and read as a whole. Tiers have rules of eviction of their own.
 
 Reading delays the step that admits a request, or runs beside it. Writing has a direction and a stream of its own, so it
-takes no time of a step; its seconds are counted.
+takes no time of a step; its seconds are counted. Where the engine itself copies (`HostBlocks`), the plan has the copies
+of both directions among those of swapped blocks, and the step waits for them.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from engine.core.errors import CoreError, InvariantError
 from engine.core.identity import BlockHash
 from engine.core.memory.eviction import EvictionPolicy, PoolFacts, Released
 from engine.core.options import TierLoad, TierStore
-from engine.core.plan import Loads
+from engine.core.plan import Loads, SwapList
 from engine.core.request import Request
 
 
@@ -44,6 +45,7 @@ class Tier:
         self._slot: dict[BlockHash, int] = {}
         self._key: list[BlockHash | None] = []
         self._free: list[int] = []
+        self._reading: dict[int, bool] = {}  # slots that the step under way reads: whether they are evicted
         policy.facts.num_blocks, policy.facts.hash_of = spec.units, self._key.__getitem__
 
     def __contains__(self, key: BlockHash) -> bool:
@@ -51,6 +53,19 @@ class Tier:
 
     def __len__(self) -> int:
         return len(self._slot)
+
+    def slot(self, key: BlockHash) -> int:
+        """Where a unit lies, which must be here."""
+        return self._slot[key]
+
+    def hold(self, slots: Iterable[int]) -> None:
+        """The step under way reads `slots`: until `settle`, nothing else comes there."""
+        self._reading.update(dict.fromkeys(slots, False))
+
+    def settle(self) -> None:
+        """The step under way is planned."""
+        self._free += (slot for slot, evicted in self._reading.items() if evicted)
+        self._reading.clear()
 
     def touch(self, keys: Iterable[BlockHash], request: Request | None) -> None:
         """The units of `keys`, in the order of a prefix, are of use again, as far as they are here."""
@@ -90,9 +105,16 @@ class Tier:
             del self._slot[key]
             lost.append(key)
             self._key[slot] = None
-            self._free.append(slot)
+            if slot in self._reading:
+                self._reading[slot] = True
+            else:
+                self._free.append(slot)
         self.evicted += len(lost)
         return lost
+
+    def empty(self) -> None:
+        """Evict all."""
+        self._evict(len(self))
 
     def check(self) -> None:
         """Raise InvariantError unless keys, slots, the order of eviction and the counters agree."""
@@ -103,7 +125,8 @@ class Tier:
             raise InvariantError(
                 f"tier {self.spec.name}: the order of eviction has other units than the tier"
             )
-        if len(stored) + len(self._free) != len(self._key) or len(stored) > self.spec.units:
+        unused = len(self._free) + sum(self._reading.values())
+        if len(stored) + unused != len(self._key) or len(stored) > self.spec.units:
             raise InvariantError(f"tier {self.spec.name}: {len(stored)} units of {self.spec.units}")
         if self.written - self.evicted != len(stored):
             raise InvariantError(f"tier {self.spec.name}: {self.written} written, {self.evicted} evicted")
@@ -120,11 +143,11 @@ class Part(NamedTuple):
 class TierHit(Sequence[int]):
     """A prefix whose first blocks are in the pool (`pool`), and the others in tiers (`parts`, in order).
 
-    As a sequence it has a number for each block. `touched` are the units of the whole prefix.
+    As a sequence it has a number for each block; `keys` has the hash of each.
     """
 
-    def __init__(self, pool: list[int], parts: Sequence[Part], touched: Sequence[BlockHash]) -> None:
-        self.pool, self.parts, self.touched = pool, parts, touched
+    def __init__(self, pool: list[int], parts: Sequence[Part], keys: Sequence[BlockHash]) -> None:
+        self.pool, self.parts, self.keys = pool, parts, keys
         self.loaded = sum(part.blocks for part in parts)
 
     def __len__(self) -> int:
@@ -145,8 +168,41 @@ class TierCounts:
     write_s: float = 0.0
 
 
+class HostBlocks:
+    """The copies of an engine between its pool and the units of the first tier, in host blocks from `first` on.
+
+    A step saves blocks before it brings others back. So what it reads keeps its place until the next one, and there
+    are `spare` more units than the tier holds.
+    """
+
+    def __init__(self, first: int, spare: int) -> None:
+        self.first, self.spare = first, spare
+        self._out: dict[
+            int, int
+        ] = {}  # host block: device block; of several for one place the last one counts
+        self._in: SwapList = []
+
+    def save(self, slot: int, blocks: Sequence[int]) -> None:
+        """Save the blocks of a unit."""
+        start = self.first + slot * len(blocks)
+        self._out.update(zip(range(start, start + len(blocks)), blocks, strict=True))
+
+    def bring(self, hosts: Iterable[int], blocks: Sequence[int]) -> None:
+        """Bring blocks back; `hosts` count from the first of the tier."""
+        self._in += zip((self.first + host for host in hosts), blocks, strict=True)
+
+    def drain(self) -> tuple[SwapList, SwapList]:
+        """(device, host) blocks to save before the next step, and (host, device) blocks to bring back."""
+        found = [(block, host) for host, block in self._out.items()], self._in
+        self._out, self._in = {}, []
+        return found
+
+
 class Tiers:
-    """The tiers below one pool, the fastest first. `facts` prices what is computed again."""
+    """The tiers below one pool, the fastest first. `facts` prices what is computed again.
+
+    `copies`: an engine fills and reads the first tier; None: seconds of reading are in the plan alone.
+    """
 
     def __init__(
         self,
@@ -157,6 +213,7 @@ class Tiers:
         store: TierStore = TierStore.written,
         load: TierLoad = TierLoad.always,
         overlaps: bool = False,
+        copies: HostBlocks | None = None,
     ) -> None:
         if chunk < 1 or (chunk > 1 and store is TierStore.evicted):
             raise CoreError(
@@ -166,10 +223,34 @@ class Tiers:
         self.counts = TierCounts([0] * len(tiers))
         self._facts, self._store, self._load = facts, store, load
         self._loaded, self._load_s = 0, 0.0
+        self._copies = copies
+
+    @property
+    def host_blocks(self) -> int:
+        """Host memory of the first tier's copies, in blocks."""
+        if self._copies is None:
+            return 0
+        return (self.tiers[0].spec.units + self._copies.spare) * self.chunk
 
     def _units(self, keys: Sequence[BlockHash], first: int = 0) -> Sequence[BlockHash]:
         """The keys of the whole units of a prefix, from unit number `first` on."""
         return keys[(first + 1) * self.chunk - 1 :: self.chunk]
+
+    def _place(self, key: BlockHash) -> int | None:
+        """The first tier that has a unit."""
+        return next((index for index, each in enumerate(self.tiers) if key in each), None)
+
+    def named(self, hashes: Sequence[BlockHash], private: Sequence[int], asked: int) -> Sequence[BlockHash]:
+        """`hashes` and, for blocks behind them that a preempted request alone knows, their numbers, from `private` on.
+
+        They go to the end of the unit in which `asked` blocks end. A unit has the numbers that its last block has.
+        """
+        names, first = list(hashes), len(hashes) // self.chunk
+        for last in range((first + 1) * self.chunk - 1, asked + self.chunk - 1, self.chunk):
+            found = (base for base in private if self._place(base + last) is not None)
+            base = next(found, private[-1])
+            names += range(base + len(names), base + last + 1)
+        return names
 
     def find(self, hashes: Sequence[BlockHash], hits: list[int], asked: int) -> TierHit:
         """The longest prefix of at most `asked` blocks of which the pool has `hits`. Changes nothing."""
@@ -180,7 +261,7 @@ class Tiers:
             if end > len(hashes):
                 break
             key = hashes[end - 1]
-            tier = next((index for index, each in enumerate(self.tiers) if key in each), None)
+            tier = self._place(key)
             if tier is None:
                 break
             blocks = min(end, asked) - place
@@ -191,7 +272,7 @@ class Tiers:
             place += blocks
         if self._load is TierLoad.cheaper:
             parts = self._worth(len(hits), parts)
-        return TierHit(hits, parts, self._units(hashes[: len(hits) + sum(part.blocks for part in parts)]))
+        return TierHit(hits, parts, hashes[: len(hits) + sum(part.blocks for part in parts)])
 
     def _worth(self, hits: int, parts: list[Part]) -> list[Part]:
         """The leading parts whose reading saves most beside computing them."""
@@ -209,30 +290,69 @@ class Tiers:
         spec = self.tiers[part.tier].spec
         return len(part.keys) * (spec.latency_s + self.chunk * spec.read_s)
 
-    def load(self, hit: TierHit, request: Request) -> None:
-        """Read what `hit` found in tiers, for a request that is admitted."""
+    def load(self, hit: TierHit, request: Request, take: Callable[[], list[int]]) -> list[int]:
+        """Read what `hit` found in tiers, for a request that is admitted, into blocks of the pool that `take` gives.
+
+        Taking blocks can evict others, which are written to a tier. So the places that are read are held before.
+        """
+        hosts, tier = self._hosts(hit), self.tiers[0]
+        tier.hold(host // self.chunk for host in hosts.values())
         for part in hit.parts:
             self.tiers[part.tier].read += len(part.keys)
             self.counts.hit_blocks[part.tier] += part.blocks
-            self._load_s += self._reading_s(part)
+            read_s = self._reading_s(part)
+            self.counts.load_s += read_s
+            if self._copies is None or part.tier:
+                self._load_s += read_s
         self._loaded += hit.loaded
         if hit.parts:
             self.counts.saved_s += self._computing_s(len(hit.pool), hit.loaded)
         for tier in self.tiers:
-            tier.touch(hit.touched, request)
+            tier.touch(self._units(hit.keys), request)
+        blocks = take()
+        if self._copies is not None:
+            self._copies.bring(hosts.values(), [blocks[place] for place in hosts])
+        return blocks
 
-    def released(self, hashes: Sequence[BlockHash], request: Request) -> None:
-        """A table with these leading cached blocks is about to be released."""
+    def _hosts(self, hit: TierHit) -> dict[int, int]:
+        """By place among the loaded blocks the host blocks of those in the first tier; none without copies."""
+        hosts, place = dict[int, int](), 0
+        for part in hit.parts if self._copies is not None else ():
+            if part.tier == 0:
+                start = (len(hit.pool) + place) % self.chunk
+                units = [self.tiers[0].slot(key) * self.chunk for key in part.keys]
+                lying = [unit + block for unit in units for block in range(self.chunk)]
+                hosts.update(enumerate(lying[start : start + part.blocks], place))
+            place += part.blocks
+        return hosts
+
+    def released(self, hashes: Sequence[BlockHash], blocks: Sequence[int], request: Request) -> None:
+        """A table with these leading cached blocks, and their hashes, is about to be released."""
         if self._store is TierStore.written:
-            self._write(self._units(hashes), request)
+            self._write(self._units(hashes), blocks, request)
 
-    def spilled(self, hashes: Sequence[BlockHash]) -> None:
-        """The pool evicts blocks, in this order."""
+    def spilled(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
+        """The pool evicts `blocks` with these hashes, in this order."""
         if self._store is TierStore.evicted:
-            self._write(hashes[::-1], None)
+            self._write(hashes[::-1], blocks[::-1], None)
 
-    def _write(self, keys: Sequence[BlockHash], request: Request | None) -> None:
-        """Store units in the first tier, and in each next one what the one before it has evicted."""
+    def _write(self, keys: Sequence[BlockHash], blocks: Sequence[int], request: Request | None) -> None:
+        """Store units in the first tier, and in each next one what the one before it has evicted.
+
+        `blocks` are those of the pool, for each unit as many as a chunk has.
+        """
+        first, size = self.tiers[0], self.chunk
+        fresh = (
+            []
+            if self._copies is None
+            else [(place, key) for place, key in enumerate(keys) if key not in first]
+        )
+        self._store_units(keys, request)
+        for place, key in fresh:
+            if self._copies is not None and key in first:
+                self._copies.save(first.slot(key), blocks[place * size : (place + 1) * size])
+
+    def _store_units(self, keys: Sequence[BlockHash], request: Request | None) -> None:
         for tier in self.tiers:
             if not keys:
                 return
@@ -244,9 +364,18 @@ class Tiers:
     def drain_loads(self) -> Loads:
         """What was read since the last call, for the step that is being planned."""
         loads = Loads(self._loaded, self._load_s, self.overlaps)
-        self.counts.load_s += loads.seconds
         self._loaded, self._load_s = 0, 0.0
+        self.tiers[0].settle()
         return loads
+
+    def drain_copies(self) -> tuple[SwapList, SwapList]:
+        """(device, host) blocks that were written since the last call, and (host, device) blocks that were read."""
+        return ([], []) if self._copies is None else self._copies.drain()
+
+    def reset(self) -> None:
+        """Forget all content."""
+        for tier in self.tiers:
+            tier.empty()
 
     def check(self) -> None:
         """Verify every tier. Raises InvariantError."""
@@ -274,6 +403,6 @@ class SpillingQueue(EvictionPolicy):
     def pop(self, count: int) -> list[int]:
         """Evict, and tell."""
         victims = self._policy.pop(count)
-        found = map(self.facts.hash_of, victims)
-        self._tiers.spilled([known for known in found if known is not None])
+        known = [(key, block) for block in victims if (key := self.facts.hash_of(block)) is not None]
+        self._tiers.spilled([key for key, _ in known], [block for _, block in known])
         return victims

@@ -78,11 +78,11 @@ def test_no_fast_forward_and_no_rows_change_a_figure(store: str) -> None:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("cache.tier_tokens", ("cache.tier_tokens=8000", "measure=true")),
+        ("cache.tier_overlap", ("cache.tier_tokens=8000", "measure=true", "cache.tier_overlap=true")),
+        ("cache.tier_overlap", ("cache.tier_tokens=8000", "device=cpu", "cache.tier_overlap=true")),
+        ("cache.disk_tokens", ("cache.tier_tokens=8000", "measure=true", "cache.disk_tokens=8000")),
         ("cache.tier_tokens", ("cache.tier_tokens=8000", "cache.groups=uniform")),
         ("cache.tier_tokens", ("cache.tier_tokens=8000", "device.data_parallel=2")),
-        ("decoding.mode", ("cache.tier_tokens=8000", "decoding.beam_width=2")),
-        ("decoding.draft_tokens", ("cache.tier_tokens=8000", "decoding.draft_tokens=2")),
         ("cache.tier_tokens", ("cache.tier_tokens=8",)),
         ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=40")),
         ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=64", "cache.tier_store=evicted")),

@@ -12,8 +12,9 @@ from engine.core import KeyIdentity, PagedManager, Request, Scheduler, Scheduler
 from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.eviction import LruQueue, Released
 from engine.core.memory.eviction_rules import new_policy
-from engine.core.memory.tiers import Tier, TierHit, Tiers, TierSpec
+from engine.core.memory.tiers import HostBlocks, Tier, TierHit, Tiers, TierSpec
 from engine.core.options import Eviction, TierLoad, TierStore
+from engine.core.plan import StepPlan
 
 SIZE = 4
 Asked = tuple[list[tuple[int | None, int]], int]  # segments, output tokens
@@ -127,6 +128,68 @@ def walk(seed: int, store: TierStore, rule: Eviction = Eviction.lru, chunk: int 
     return scheduler
 
 
+class Memory:
+    """Device and host blocks as lists of tokens, which a plan moves as an engine does, and every row is checked."""
+
+    def __init__(self) -> None:
+        self.blocks = dict[tuple[str, int], list[Any]]()
+        self.saved = self.brought = 0
+
+    def run(self, plan: StepPlan, texts: Sequence[Asked]) -> None:
+        """Copy, then read the context of each row, and write its tokens."""
+        self.saved, self.brought = self.saved + len(plan.swap_out), self.brought + len(plan.swap_in)
+        self._move(plan.swap_out, "device", "host")
+        for block in plan.frees:
+            self.blocks.pop(("device", block), None)
+        self._move(plan.swap_in, "host", "device")
+        for rid, _, held, query, _, table, _ in plan.rows:
+            text = [(key, place) for key, tokens in texts[rid][0] for place in range(tokens)]
+            text = [(rid, where) if key is None else (key, place) for where, (key, place) in enumerate(text)]
+            text += [(rid, where) for where in range(len(text), held + query)]
+            for where in range(held + query):
+                slots = self.blocks.setdefault(("device", table[where // SIZE]), [None] * SIZE)
+                if where < held:
+                    assert slots[where % SIZE] == text[where], (plan.step, rid, where)
+                slots[where % SIZE] = text[where]
+
+    def _move(self, pairs: Sequence[tuple[int, int]], here: str, there: str) -> None:
+        found = {to: list(self.blocks[here, block]) for block, to in pairs}
+        assert len(found) == len(pairs), "two blocks are copied to one place"
+        self.blocks |= {(there, to): tokens for to, tokens in found.items()}
+
+
+@pytest.mark.parametrize("store", list(TierStore))
+@pytest.mark.parametrize(("rule", "chunk"), [(Eviction.lru, 1), (Eviction.fifo, 1), (Eviction.lru, 3)])
+@pytest.mark.parametrize("seed", range(by_tier(2, 60)))
+def test_copies_bring_every_block_back_with_its_own_tokens(
+    store: TierStore, rule: Eviction, chunk: int, seed: int
+) -> None:
+    copy_and_check(store, rule, 1 if store is TierStore.evicted else chunk, seed)
+
+
+def copy_and_check(store: TierStore, rule: Eviction, chunk: int, seed: int) -> None:
+    draw = random.Random(seed)
+    units = (30, 40, 6)[seed % 3]
+    texts = chats(draw, 80)
+    scheduler = tiered(
+        22, (units,), rule=rule, store=store, chunk=chunk, copies=HostBlocks(7, min(22, units))
+    )
+    memory, tiers = Memory(), below(scheduler)
+    for rid, asked in enumerate(texts):
+        submit(scheduler, rid, asked)
+        for _ in range(draw.randint(0, 9) if rid + 1 < len(texts) else 10_000):
+            if scheduler.has_work:
+                plan = scheduler.schedule()
+                memory.run(plan, texts)
+                scheduler.commit(plan, StepResult())
+                scheduler.manager.check()
+    assert memory.brought == sum(tiers.counts.hit_blocks)
+    assert memory.brought or units == 6
+    host = [number for kind, number in memory.blocks if kind == "host"]
+    assert 7 <= min(host) <= max(host) < 7 + tiers.host_blocks
+    assert memory.saved <= tiers.tiers[0].written * chunk
+
+
 @pytest.mark.parametrize("store", list(TierStore))
 @pytest.mark.parametrize("rule", list(Eviction))
 @pytest.mark.parametrize("seed", range(by_tier(1, 20)))
@@ -160,6 +223,22 @@ def test_blocks_that_are_quicker_computed_are_not_loaded(token_s: float, loaded:
 def test_chunks_beside_evicted_blocks_are_refused() -> None:
     with pytest.raises(CoreError, match="chunks of 2 blocks"):
         tiered(8, (4,), chunk=2, store=TierStore.evicted)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (Tier, "hold", lambda tier, slots: None),
+        (HostBlocks, "save", lambda copies, slot, blocks: None),
+        (HostBlocks, "bring", lambda copies, hosts, blocks: None),
+    ],
+)
+def test_a_copy_that_is_left_out_or_overwritten_is_noticed(
+    owner: Any, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises((AssertionError, KeyError)):
+        copy_and_check(TierStore.evicted, Eviction.fifo, 1, 2)
 
 
 # -- planted bugs --------------------------------------------------------------------------------------------------
@@ -205,7 +284,7 @@ def found_one_more(real: Callable[..., TierHit]) -> Callable[..., TierHit]:
         hit = real(tiers, hashes, hits, asked)
         if hit.parts and len(hit) < min(asked, len(hashes)):
             last = hit.parts[-1]
-            return TierHit(hits, [*hit.parts[:-1], last._replace(blocks=last.blocks + 1)], hit.touched)
+            return TierHit(hits, [*hit.parts[:-1], last._replace(blocks=last.blocks + 1)], hit.keys)
         return hit
 
     return find
@@ -215,16 +294,17 @@ def disk_first(real: Callable[..., TierHit]) -> Callable[..., TierHit]:
     def find(tiers: Tiers, hashes: Any, hits: list[int], asked: int) -> TierHit:
         hit = real(tiers, hashes, hits, asked)
         last = len(tiers.tiers) - 1
-        return TierHit(hits, [part._replace(tier=last) for part in hit.parts], hit.touched)
+        return TierHit(hits, [part._replace(tier=last) for part in hit.parts], hit.keys)
 
     return find
 
 
-def read_for_nothing(real: Callable[..., None]) -> Callable[..., None]:
-    def load(tiers: Tiers, hit: TierHit, request: Request) -> None:
-        real(tiers, hit, request)
+def read_for_nothing(real: Callable[..., list[int]]) -> Callable[..., list[int]]:
+    def load(tiers: Tiers, hit: TierHit, request: Request, take: Callable[[], list[int]]) -> list[int]:
+        blocks = real(tiers, hit, request, take)
         for part in hit.parts:
             tiers.tiers[part.tier].read -= len(part.keys)
+        return blocks
 
     return load
 
@@ -233,7 +313,7 @@ def time_forgotten(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tiers: real(tiers)._replace(seconds=0.0)
 
 
-def spill_nothing(tiers: Tiers, hashes: Any) -> None:
+def spill_nothing(tiers: Tiers, hashes: Any, blocks: Any) -> None:
     """What the pool evicts is lost."""
 
 
@@ -258,8 +338,8 @@ def unwritten(real: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_key_for_a_tier(real: Callable[..., None]) -> Callable[..., None]:
-    def write(tiers: Tiers, keys: Sequence[Any], request: Any) -> None:
-        real(tiers, [keys[0]] * len(keys) if keys else keys, request)
+    def write(tiers: Tiers, keys: Sequence[Any], blocks: Any, request: Any) -> None:
+        real(tiers, [keys[0]] * len(keys) if keys else keys, blocks, request)
 
     return write
 
@@ -276,7 +356,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a hit reads no bytes": (Tiers, "load", read_for_nothing(Tiers.load)),
     "reading takes no time": (Tiers, "drain_loads", time_forgotten(Tiers.drain_loads)),
     "what the pool evicts is lost": (Tiers, "spilled", spill_nothing),
-    "the disk gets nothing": (Tiers, "_write", disk_gets_nothing),
+    "the disk gets nothing": (Tiers, "_store_units", disk_gets_nothing),
     "what is loaded leaves the cache": (
         PagedManager,
         "_open_loaded",
