@@ -99,7 +99,7 @@ class StepPlan:
 
     1. Set the slots of `stale` to NaN: (block, first, end) in blocks that are in use, void after rejected draft tokens
        or truncation.
-    2. Copy the blocks of `swap_out`, (device, host), to host memory.
+    2. Copy the blocks of `swap_out`, (device, host), to host memory: of swapped groups, and for a host tier.
     3. Set the blocks of `frees` to NaN: their content became void since the last plan, because they were released
        without a hash or evicted. They may already belong to another sequence in this plan, so this comes first.
     4. Copy the blocks of `swap_in`, (host, device), back to the device.

@@ -27,7 +27,14 @@ from harness.config.schema import RunConfig
 from harness.config.values import replaced
 from harness.metrics import KEEPS_MORE
 from harness.workload.deployment import deployment_of, layer_sets, model_shape
-from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile, shared_prefix_tokens
+from harness.workload.scheduler import eviction_policy, host_tier
+from traces.analysis.reuse import (
+    PrefixPaths,
+    ReuseProfile,
+    optimal_hit_tokens,
+    reuse_profile,
+    shared_prefix_tokens,
+)
 
 PRECISION = 0.05  # share at which the search for a rate stops
 CANDIDATES: Mapping[str, tuple[Any, ...]] = {
@@ -93,13 +100,15 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
         UserError: no request can be served.
     """
     advice = Advice()
-    reuse(case, advice)
+    profile = reuse(case, advice)
     windows(case, advice)
     if few := too_few(case):
         advice.answers.append(f"No advice: {few}.")
         return advice
     tell("the load as it is")
     own = case.run(rate=case.rate)
+    if case.rate and deployment_of(case.config).pool.groups is None:
+        advice.answers.append(tier_line(case, profile))
     if measured:
         advice.answers.append(beside(own, measured))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
@@ -408,7 +417,42 @@ def best_rule(paths: PrefixPaths, size: int, blocks: int) -> tuple[Eviction, flo
     return best, ratios[best]
 
 
-def reuse(case: LoadCase, advice: Advice) -> None:
+def tier_line(case: LoadCase, profile: ReuseProfile) -> str:
+    """Where a tier of host memory below the pool breaks even (`--kv-offloading-size`, GiB).
+
+    By the hits of a least recently used cache of its size, requests one after the other. A tier that is filled as
+    requests end has what the pool has too. Spared are the products with the weights; attention comes on top.
+    """
+    deployment = deployment_of(case.config)
+    pool, minute = deployment.pool, 60 * (case.rate or 0.0) * profile.prompt_tokens / len(case.trace.requests)
+    block = pool.block_size * pool.kv_bytes_per_token / 2**30
+    spec, token_s = host_tier(deployment, 0), eviction_policy(deployment).facts.token_s
+    read_s = (spec.latency_s + spec.read_s) / pool.block_size
+    found = {}
+    for size in (2**power for power in range(16)):
+        found[size] = profile.hit_ratio(max(pool.num_blocks, int(size / block))) - profile.hit_ratio(
+            pool.num_blocks
+        )
+    enough = min(size for size, hits in found.items() if hits >= max(found.values()) - _WORTH_SAYING)
+    if found[enough] < _WORTH_SAYING:
+        return (
+            "A tier in host memory (--kv-offloading-size) does not pay: the pool finds what there is to find."
+        )
+    if read_s >= token_s:
+        times = f"{read_s / token_s:.2g} times as long as computing"
+        return f"A tier in host memory (--kv-offloading-size) does not pay: loading takes {times}."
+    said = [
+        f"{size} GiB {minute * hits * token_s:.2g} s for {minute * hits * read_s:.2g} s of loading"
+        for size, hits in found.items()
+        if hits >= _WORTH_SAYING and size <= enough
+    ]
+    return (
+        f"A tier in host memory (--kv-offloading-size) saves, of prefill a minute: {', '.join(said[-4:])}; more than "
+        f"{enough} GiB no longer pays."
+    )
+
+
+def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
     """What the prefixes allow, what the match unit leaves of it, and what a pool of this size leaves of that."""
     pool, trace = deployment_of(case.config).pool, case.trace
     paths, unit = PrefixPaths(trace), pool.block_size
@@ -462,6 +506,7 @@ def reuse(case: LoadCase, advice: Advice) -> None:
             f"the trace records sharing in blocks of {recorded} tokens: hits of smaller blocks cannot differ here, "
             "and a real workload's do"
         )
+    return profile
 
 
 def windows(case: LoadCase, advice: Advice) -> None:

@@ -68,6 +68,9 @@ def flags_of(config: RunConfig) -> list[str]:
         "data_parallel": device.data_parallel if device.data_parallel > 1 else None,
         "expert_parallel": device.expert_parallel or None,
         "kv_dtype": "fp8" if model.kv_dtype is KVDtype.fp8_e4m3 else None,
+        "host_memory_gb": f"{cache.tier_tokens * pool.kv_bytes_per_token / 2**30:g}"
+        if cache.tier_tokens
+        else None,
         "quantization": "fp8" if model.weight_dtype is WeightDtype.fp8 else None,
         "policy": scheduler.policy if scheduler.policy is not Scheduling.fcfs else None,
         "long_prefill_tokens": scheduler.long_prefill_tokens,

@@ -246,9 +246,7 @@ class CacheConfig:
     )
     ttl_s: float = 60.0  # eviction=ttl: how long what a session has released is kept, s
     pinned_tokens: int = 1024  # eviction=pinned: leading tokens of every prompt that are evicted last
-    tier_tokens: int = (
-        0  # KV slots of host memory below the pool, a second tier of the prefix cache
-    )
+    tier_tokens: int = 0  # KV slots of host memory below the pool, a second tier of the prefix cache
     disk_tokens: int = 0  # of a disk below that; predicted alone
     tier_store: TierStore = TierStore.written  # when they are filled
     tier_chunk: int | None = None  # tokens that are stored, found and read as a whole; null: a block

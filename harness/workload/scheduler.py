@@ -120,9 +120,7 @@ def goes_singly(deployment: Deployment) -> bool:
     """
     cache = deployment.cache
     copied = deployment.copies_tiers and cache.tier_store is TierStore.evicted
-    below = cache.tier_tokens > 0 and (
-        copied or _tier_policy(cache, deployment.pool.block_size).reads_clock
-    )
+    below = cache.tier_tokens > 0 and (copied or _tier_policy(cache, deployment.pool.block_size).reads_clock)
     return below or eviction_policy(deployment).reads_clock
 
 
@@ -131,25 +129,35 @@ def _tier_policy(cache: CacheConfig, unit: int) -> EvictionPolicy:
     return new_policy(cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // unit)
 
 
+def host_tier(deployment: Deployment, tokens: int) -> TierSpec:
+    """A tier of `tokens` KV slots in host memory.
+
+    A device reads its share over its own link, in 2 x layers transfers for each block or chunk, as it swaps blocks.
+    """
+    cache, size = deployment.cache, deployment.pool.block_size
+    shape, model = deployment.hardware, deployment.shape
+    whole = size * deployment.pool.kv_bytes_per_token
+    link_s = whole * model.kv_share(shape.parallel) / shape.host_bandwidth
+    latency_s = 2 * model.attention_layers * shape.host_latency_s
+    return TierSpec("host", tokens // (cache.tier_chunk or size), link_s, link_s, latency_s)
+
+
 def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     """The tiers below the pool, None where it has none; `policy` is that of the pool.
 
-    A device reads its share over its own link, in 2 x layers transfers for each block or chunk, as it swaps blocks.
     What the disk has passes the host.
     """
     cache, size = deployment.cache, deployment.pool.block_size
     if not cache.tier_tokens:
         return None
-    device, shape, model = deployment.device, deployment.hardware, deployment.shape
-    whole = size * deployment.pool.kv_bytes_per_token
-    link_s = whole * model.kv_share(shape.parallel) / shape.host_bandwidth
-    latency_s = 2 * model.attention_layers * shape.host_latency_s
-    chunk = (cache.tier_chunk or size) // size
-    read_s, write_s = (whole / (rate * 1e9) for rate in (device.disk_read_gbs, device.disk_write_gbs))
-    specs = [TierSpec("host", cache.tier_tokens // (size * chunk), link_s, link_s, latency_s)]
+    device, host = deployment.device, host_tier(deployment, cache.tier_tokens)
+    specs, chunk = [host], (cache.tier_chunk or size) // size
     if cache.disk_tokens:
-        late_s = latency_s + device.disk_latency_us * 1e-6
-        specs.append(TierSpec("disk", cache.disk_tokens // (size * chunk), link_s + read_s, write_s, late_s))
+        whole = size * deployment.pool.kv_bytes_per_token
+        read_s, write_s = (whole / (rate * 1e9) for rate in (device.disk_read_gbs, device.disk_write_gbs))
+        late_s = host.latency_s + device.disk_latency_us * 1e-6
+        units = cache.disk_tokens // (size * chunk)
+        specs.append(TierSpec("disk", units, host.read_s + read_s, write_s, late_s))
     made = []
     for spec in specs:
         rule = _tier_policy(cache, size * chunk)

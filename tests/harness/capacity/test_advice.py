@@ -1,6 +1,7 @@
 """Advice: answers with their evidence, warnings where a cache finds nothing or admission thrashes, and flags."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,20 @@ import pytest
 
 from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise, best_rule
+from harness.capacity.advice import Advice, advise, best_rule, tier_line
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
 from harness.cli.main import main
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
+from harness.config.values import replaced
+from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord
+from harness.point.cost import cost_model
 from harness.store.reading import StoreContent
 from harness.workload.point import resolve
+from harness.workload.simulate import simulate
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile
 from traces.formats.pagetwin import write_jsonl
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
@@ -334,3 +339,34 @@ def test_wrong_input_is_refused(
     file = write(tmp_path, 0, 20, 2, 2, 1.0)
     assert main(["advise", *(word.format(file=file) for word in words)]) == 2
     assert message in capsys.readouterr().err
+
+
+def texts_in_turn(folder: Path) -> Path:
+    """Twelve texts of 4,000 tokens, one after the other, five times."""
+    file = folder / "trace.jsonl"
+    row = {"prompt_tokens": 4032, "output_tokens": 4, "prefix_tokens": 4000}
+    rows = [{**row, "arrival_s": float(index), "prefix": str(index % 12)} for index in range(60)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_a_tier_is_worth_what_a_replay_with_it_loads(tmp_path: Path) -> None:
+    """The pool holds one text. 8 GiB hold 65,536 tokens, all twelve."""
+    case = case_of(texts_in_turn(tmp_path), "cache.pool_tokens=6000")
+    profile = reuse_profile(PrefixPaths(case.trace), 16, spare_last_token=True)
+    said = tier_line(case, profile)
+    saved, loading = (
+        float(part) for part in re.findall(r"8 GiB ([\d.]+) s for ([\d.]+) s of loading;", said)[0]
+    )
+    assert said.endswith("more than 8 GiB no longer pays.")
+    point = resolve(replaced(case.config, {"cache.tier_tokens": 65_536}))
+    metrics = compute_metrics(simulate(point, cost_model(point.deployment)))
+    minutes = 60 / (60 * case.rate)
+    assert loading == pytest.approx(metrics["tier_load_s"] / minutes, rel=0.05)
+    assert saved == pytest.approx(metrics["tier_saved_s"] / minutes, rel=0.2)  # without attention
+
+
+def test_a_tier_that_is_read_slower_than_prompts_are_computed_does_not_pay(tmp_path: Path) -> None:
+    words = ("cache.pool_tokens=6000", "device.host_link_gbs=1")
+    answers = advice_of(texts_in_turn(tmp_path), *words).answers
+    assert any("does not pay: loading takes" in answer for answer in answers)
