@@ -107,11 +107,11 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
         return advice
     tell("the load as it is")
     own = case.run(rate=case.rate)
-    if case.rate and deployment_of(case.config).pool.groups is None:
-        advice.answers.append(tier_line(case, profile))
     if measured:
         advice.answers.append(beside(own, measured))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
+    if case.rate and deployment_of(case.config).pool.groups is None:
+        advice.answers += [line] if (line := tier_line(case, profile)) else []
     advice.simulations = len(case.made)
     return advice
 
@@ -418,7 +418,8 @@ def best_rule(paths: PrefixPaths, size: int, blocks: int) -> tuple[Eviction, flo
 
 
 def tier_line(case: LoadCase, profile: ReuseProfile) -> str:
-    """Where a tier of host memory below the pool breaks even (`--kv-offloading-size`, GiB).
+    """Where a tier of host memory below the pool breaks even (`--kv-offloading-size`, GiB); empty where the pool
+    finds what there is to find.
 
     By the hits of a least recently used cache of its size, requests one after the other. A tier that is filled as
     requests end has what the pool has too. Spared are the products with the weights; attention comes on top.
@@ -435,9 +436,7 @@ def tier_line(case: LoadCase, profile: ReuseProfile) -> str:
         )
     enough = min(size for size, hits in found.items() if hits >= max(found.values()) - _WORTH_SAYING)
     if found[enough] < _WORTH_SAYING:
-        return (
-            "A tier in host memory (--kv-offloading-size) does not pay: the pool finds what there is to find."
-        )
+        return ""
     if read_s >= token_s:
         times = f"{read_s / token_s:.2g} times as long as computing"
         return f"A tier in host memory (--kv-offloading-size) does not pay: loading takes {times}."
