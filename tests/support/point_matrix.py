@@ -88,9 +88,10 @@ def own(config: RunConfig) -> None:
 
 
 POLICIES: dict[str, Change] = {
-    **{change.__name__: change for change in (paged, unnamed, frugal, copies, swap, host_tier, swap_groups)},
+    **{change.__name__: change for change in (paged, unnamed, frugal, copies, swap, swap_groups)},
     **{change.__name__: change for change in (priority, static, whole_prompts, users, own)},
     **{str(policy): contiguous(policy) for policy in CachePolicy if policy is not CachePolicy.paged},
+    "host_tier": host_tier,
 }
 
 

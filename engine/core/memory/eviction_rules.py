@@ -434,8 +434,9 @@ class SieveQueue(EvictionPolicy):
 class S3FifoQueue(EvictionPolicy):
     """Three queues: new blocks pass a small one of a tenth of the pool, those used twice there a large one.
 
-    A third remembers the hashes of what left the small one without it; such a block enters the large one at once.
-    Blocks in use keep their place.
+    A third remembers the hashes of what left the small one without it; such a block enters the large one at once. As in
+    the authors' libCacheSim, what does not fit into the small one enters the large one until the first is evicted, and
+    the third is cut to its size when blocks enter, not when others make room for them. Blocks in use keep their place.
     """
 
     _MOST_USES, _ENOUGH = 3, 2
@@ -448,6 +449,7 @@ class S3FifoQueue(EvictionPolicy):
         self._uses: dict[int, int] = {}
         self._ghosts: dict[BlockHash, None] = {}
         self._last = 0
+        self._evicts = False  # whether any block was evicted
 
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
@@ -461,6 +463,8 @@ class S3FifoQueue(EvictionPolicy):
         for block in reversed(blocks):
             if block not in self._small_number and block not in self._main_number:
                 self._enter(block)
+        while len(self._ghosts) > self._main_blocks:
+            del self._ghosts[next(iter(self._ghosts))]
         for numbers, queue in ((self._small_number, self._small), (self._main_number, self._main)):
             some = [block for block in blocks if block in numbers]
             queue.add(some, [numbers[block] for block in some])
@@ -470,6 +474,8 @@ class S3FifoQueue(EvictionPolicy):
         self._last += 1
         if block_hash in self._ghosts:
             del self._ghosts[block_hash]
+            self._main_number[block] = self._last
+        elif not self._evicts and len(self._small_number) >= self.facts.num_blocks - self._main_blocks:
             self._main_number[block] = self._last
         else:
             self._small_number[block] = self._last
@@ -492,6 +498,7 @@ class S3FifoQueue(EvictionPolicy):
     def pop(self, count: int) -> list[int]:
         """Evict from the large queue where it has more than its share, else from the small one."""
         self.check_count(count)
+        self._evicts = self._evicts or count > 0
         victims: list[int] = []
         while len(victims) < count:
             over = len(self._main_number) > self._main_blocks
@@ -512,8 +519,6 @@ class S3FifoQueue(EvictionPolicy):
         assert block_hash is not None, "a block that can be evicted is cached"
         self._ghosts.pop(block_hash, None)
         self._ghosts[block_hash] = None
-        if len(self._ghosts) > self._main_blocks:
-            del self._ghosts[next(iter(self._ghosts))]
 
     def _pop_main(self, victims: list[int]) -> None:
         block, _ = self._main.pop()
