@@ -48,7 +48,9 @@ def _add(parser: argparse.ArgumentParser) -> None:
         help="answer this alone: a setting (scheduler.max_running=64,96) or the load (load=1.5); may be repeated",
     )
     parser.add_argument("--no-what-ifs", action="store_true", help="leave out the what-ifs")
-    parser.add_argument("--first", type=int, metavar="N", help="requests to fit; default: a quarter")
+    parser.add_argument(
+        "--first", type=int, metavar="N", help="fit the first N requests; default: a quarter of all"
+    )
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to scrape; default: 60")
@@ -245,9 +247,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
             f"{fit.fitted}. Nothing was kept; check model, device, settings and the units of its times"
         )
     write_device(fit, log, found, command_of("calibrate", arguments), path)
-    say(
-        f"{fit.device.name}, {found.config.model.name}: fitted to the first {fit.fitted_on} of {fit.requests} requests"
-    )
+    say(f"{fit.device.name}, {found.config.model.name}: fitted to the {fit.which}")
     say(f"  with {fit.simulations} simulations, {fit.cpu_s:.0f} s of CPU")
     say(f"error on the other {fit.held_out.requests}, which the fit never saw: {fit.held_out}")
     say(f"  before the fit: {fit.before}")

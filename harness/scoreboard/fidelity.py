@@ -185,7 +185,8 @@ def _fitted(log: EngineLog, read: Configured) -> Row:
     except UserError as error:
         return {"fit": "a first part", "not priced": str(error).partition(";")[0]}
     how = "" if taken is log else ", prompts found to be cached"
-    return {"fit": f"first {fit.fitted_on}; errors of the others{how}"} | _errors(fit.held_out)
+    how += "" if fit.kept else ", of the description, which predicts them better than the fit does"
+    return {"fit": f"{fit.which}; errors of the others{how}"} | _errors(fit.held_out)
 
 
 def _errors(errors: Errors) -> Row:

@@ -92,7 +92,7 @@ def latency_table(twin: Twin) -> "pd.DataFrame":
             "entered_s": requests.entered_s,
             "prompt_tokens": requests.prompt_tokens,
             "output_tokens": requests.output_tokens,
-            "fitted": np.arange(len(requests)) < twin.first_held_out,
+            "fitted": np.isin(np.arange(len(requests)), [] if twin.fit is None else twin.fit.fitted_on),
             "measured_ttft_s": requests.ttft_s,
             "predicted_ttft_s": prediction.ttft_s(requests),
             "measured_tpot_s": requests.tpot_s,

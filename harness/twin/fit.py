@@ -21,7 +21,7 @@ from harness.cost.seen import LARGEST, seen
 from harness.point.bands import decode_step_s, fits_text
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
-from harness.twin.log import EngineLog, FloatArray
+from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.twin.refits import refits
 from harness.twin.residuals import (
@@ -71,7 +71,7 @@ class Fit:
 
     device: DeviceConfig
     constants: tuple[FittedConstant, ...]
-    fitted_on: int
+    fitted_on: IntArray  # places of the requests that were fitted, in order of their entry
     requests: int
     before: Errors  # on the held-out part, with the description's constants
     fitted: Errors  # on the part that was fitted
@@ -83,28 +83,66 @@ class Fit:
     cost: float = 0.0  # half the sum of squared residuals, priors included
     said: str = ""  # of a fit to steps: how their error splits
 
+    @property
+    def which(self) -> str:
+        """The requests that were fitted, in words."""
+        return which(self.fitted_on, self.requests)
 
-def requests_to_fit(requests: int) -> int:
-    """How many of the first requests a fit takes: a quarter of them, at least 30, at most 400, never all.
+    @property
+    def others(self) -> IntArray:
+        """Places of the requests that the fit has not seen."""
+        return not_in(self.fitted_on, self.requests)
+
+
+_WINDOWS = 8
+_MOST_IN_WINDOWS = 2_000  # requests of a log that every trial of a fit in windows simulates
+
+
+def requests_to_fit(log: EngineLog) -> IntArray:
+    """Places of the requests that a fit takes: a quarter of them, at least 30, at most 400, never all.
+
+    They are the first ones. Where at most half as many run together while they begin as later, they are windows over
+    the whole log: what a fit to a few running requests says of many is extrapolated, and the log has better.
 
     Raises:
         UserError: there are fewer than 40 requests.
     """
+    requests = len(log.requests)
     if requests < 40:
         raise UserError(
             f"the log has {requests} finished requests; a fit needs 40, and holds some of them out. twin --no-fit "
             "compares it with the device's description"
         )
-    return min(max(round(0.25 * requests), 30), 400, requests - 10)
+    count = min(max(round(0.25 * requests), 30), 400, requests - 10)
+    running = log.requests.under_way(log.requests.first_token_s)[0]
+    grows = running.max() >= 2 * running[:count].max()
+    if not grows or requests > _MOST_IN_WINDOWS or log.steps is not None:
+        return np.arange(count)
+    long = count // _WINDOWS
+    starts = np.linspace(0, requests - long, _WINDOWS).astype(np.int64)
+    return (starts[:, None] + np.arange(long)).ravel()
+
+
+def not_in(chosen: IntArray, requests: int) -> IntArray:
+    """The other places of so many requests."""
+    return np.setdiff1d(np.arange(requests), chosen)
+
+
+def which(chosen: IntArray, requests: int) -> str:
+    """The requests at these places, in words."""
+    windows = 1 + int((np.diff(chosen) > 1).sum())
+    if windows == 1:
+        return f"first {len(chosen)} of {requests} requests"
+    return f"{len(chosen)} of {requests} requests in {windows} windows"
 
 
 def fit_device(
     log: EngineLog, config: RunConfig, *, first: int | None = None, progress: Progress | None = None
 ) -> Fit:
-    """Fit the constants of `config.device` to the first requests of the log, and judge them on the others.
+    """Fit the constants of `config.device` to a part of the log's requests, and judge them on the others.
 
-    `first` is how many requests are fitted, in order of their entry; None takes a quarter. Of later requests the fit
-    sees arrivals and lengths, while the first are running, and no time. The result is deterministic.
+    `first` is how many requests are fitted, in order of their entry; None takes those of `requests_to_fit`. Of other
+    requests the fit sees arrivals and lengths, while the fitted are running, and no time. The result is deterministic.
 
     Raises:
         ConfigError: the settings are not those of an engine that could have served the log.
@@ -112,13 +150,13 @@ def fit_device(
     """
     began = time.process_time()
     count = len(log.requests)
-    first = requests_to_fit(count) if first is None else first
-    if not 1 <= first < count:
+    chosen = requests_to_fit(log) if first is None else np.arange(first)
+    if not 1 <= len(chosen) < count:
         reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
         raise UserError(reason)
-    steps = steps_to_fit(log, config, first)
+    steps = steps_to_fit(log, config, chosen)
     regression = StepResiduals(steps, config, progress) if steps is not None else None
-    problem = regression or Residuals(log, config, first, progress)
+    problem = regression or Residuals(log, config, chosen, progress)
     zero = np.zeros(len(problem.constants))
     start = problem.start()
     # The search has its origin at the start: the first step is as long as that is far from it, or 1.
@@ -141,10 +179,10 @@ def fit_device(
         ttft_spread=found_others.ttft_spread,
     )
     before, after = whole(problem.device(zero)), whole(device)
-    device = replace(device, seen=_seen(config, device, log, after, first))
+    device = replace(device, seen=_seen(config, device, log, after, chosen))
     if regression is not None:
-        device = replace(device, ttft_spread=_of_quarters(after, log, first))
-    rest = slice(first, None)
+        device = replace(device, ttft_spread=_of_quarters(after, log, chosen))
+    rest = not_in(chosen, count)
     held_out = errors_of(after, log, rest)
     kept = not held_out.worst > max(1.0, errors_of(before, log, rest).worst)
     if not kept:
@@ -152,10 +190,10 @@ def fit_device(
     return Fit(
         device,
         _described(problem, place),
-        first,
+        chosen,
         count,
         errors_of(before, log, rest),
-        errors_of(after, log, slice(0, first)),
+        errors_of(after, log, chosen),
         errors_of(after, log, rest),
         problem.simulations + 2,
         time.process_time() - began,
@@ -166,21 +204,23 @@ def fit_device(
     )
 
 
-def _of_quarters(found: PredictedRun, log: EngineLog, first: int) -> float:
+def _of_quarters(found: PredictedRun, log: EngineLog, chosen: IntArray) -> float:
     """What a fit to steps leaves of TTFT: root mean square of its mean errors in quarters of the fitted requests."""
-    measured = log.requests.take(slice(0, first))
+    measured = log.requests.take(chosen)
     floor = float(np.median(measured.ttft_s)) / 2
-    errors = np.log((found.ttft_s(measured) + floor) / (measured.ttft_s + floor))
+    errors = np.log((found.ttft_s(log.requests)[chosen] + floor) / (measured.ttft_s + floor))
     return float(np.sqrt(np.mean([part.mean() ** 2 for part in np.array_split(errors, 4)])))
 
 
-def _seen(config: RunConfig, device: DeviceConfig, log: EngineLog, found: PredictedRun, first: int) -> str:
+def _seen(
+    config: RunConfig, device: DeviceConfig, log: EngineLog, found: PredictedRun, chosen: IntArray
+) -> str:
     """What the fitted requests show of the model and of steps, as `device.seen` keeps it."""
     deployment = deployment_of(replace(config, device=device))
-    last_s = float(found.last_token_s[:first].max())
+    last_s = float(found.last_token_s[chosen].max())
     steps = found.log.steps
     until = {name: steps[name][np.asarray(steps["start_s"]) < last_s] for name in ("start_s", *LARGEST)}
-    fitted = log.requests.take(slice(0, first))
+    fitted = log.requests.take(chosen)
     longest = float((fitted.prompt_tokens + fitted.output_tokens).max())
     known = seen(deployment.shape, device.tensor_parallel, until, longest)
     rows, context, _ = known.step
@@ -338,7 +378,7 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
 
 def _trust(fit: Fit, log: EngineLog, config: RunConfig) -> list[str]:
     """How far to trust the deployment, a line each: errors by load and lengths, and the bands of its figures."""
-    parts = errors_by_part(fit.prediction, log, fit.fitted_on)
+    parts = errors_by_part(fit.prediction, log, fit.others)
     found = bands_of_log(log, config, fit.prediction)
     return [
         *parts,
@@ -374,7 +414,7 @@ def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
     missed = ", ".join(
         f"mean {name} {100 * error:+.1f} %" for name, error in errors.items() if isfinite(error)
     )
-    learned = f"{log.name}, first {fit.fitted_on} of {fit.requests} requests{ran}"
+    learned = f"{log.name}, {fit.which}{ran}"
     return replace(fit.device, fitted_from=f"{learned} (error on the others: {missed})")
 
 
@@ -388,7 +428,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str, trus
         f"# Log: {log.name} ({', '.join(log.sources)}), {engine}, model {settings.model or 'not named'}.",
         f"# {log.client}",
         f"# Digest of its requests: {log.workload.digest[:16]}",
-        f"# Fitted on the first {fit.fitted_on} of {fit.requests} requests. Errors on the others:",
+        f"# Fitted on the {fit.which}. Errors on the others:",
         f"#   {fit.held_out}",
         *(f"#   {line}" for line in trust),
         f"#   with the constants of the description, before the fit: {fit.before}",

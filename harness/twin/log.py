@@ -76,12 +76,13 @@ class LoggedRequests:
         """Seconds from `entered_s` to the last token."""
         return self.last_token_s - self.entered_s
 
-    def take(self, chosen: slice) -> "LoggedRequests":
-        """The requests of a slice, on the same clock."""
+    def take(self, chosen: slice | IntArray) -> "LoggedRequests":
+        """The requests of a slice or at places, on the same clock."""
         columns: dict[str, Any] = {
-            name: None if column is None else column[chosen] for name, column in vars(self).items()
+            name: column[chosen] for name, column in vars(self).items() if isinstance(column, np.ndarray)
         }
-        return LoggedRequests(**columns)
+        places = np.arange(len(self))[chosen]
+        return LoggedRequests(**columns, request_id=tuple(self.request_id[place] for place in places))
 
     def under_way(self, at_s: FloatArray) -> tuple[IntArray, IntArray]:
         """Requests that run and that wait at each instant, counted from the times of the requests.

@@ -186,14 +186,14 @@ class FitProblem(ABC):
         return none if costs[1] <= costs[0] + _EXPLAINS * int(linear.sum()) else scaled
 
 
-def _begun(log: EngineLog, first: int) -> BoolArray:
+def _begun(log: EngineLog, chosen: IntArray) -> BoolArray:
     """The requests whose time to first token counts: without those with which a client opens its connections.
 
     That of a client that waits takes as long again as all else before the queue. All count where they are the half.
     """
     waits = log.workload.header.client.max_in_flight or 0
-    opening = waits if log.requests.queued_s is None and 2 * waits <= first else 0
-    return np.arange(first) >= opening
+    opening = waits if log.requests.queued_s is None and 2 * waits <= len(chosen) else 0
+    return chosen >= opening
 
 
 class Residuals(FitProblem):
@@ -202,16 +202,20 @@ class Residuals(FitProblem):
     TTFT counts beside one step's time, so that none is 0.
     """
 
-    def __init__(self, log: EngineLog, config: RunConfig, first: int, progress: Progress | None) -> None:
+    def __init__(
+        self, log: EngineLog, config: RunConfig, chosen: IntArray, progress: Progress | None
+    ) -> None:
         super().__init__(constants_of_log(log, config), config.device, progress)
-        self._measured = log.requests.take(slice(0, first))
+        self._chosen = chosen
+        self._measured = log.requests.take(chosen)
         last_s = float(self._measured.last_token_s.max())
-        # Later requests may have entered before the last of the first ones had ended. A client that waits sends more
+        # Later requests may have entered before the last of the fitted ones had ended. A client that waits sends more
         # of them where it is served sooner.
         entered = int((log.requests.entered_s <= last_s).sum()) + (
             log.workload.header.client.max_in_flight or 0
         )
         rows = log.workload.requests[:entered]
+        self._simulated = log.requests.take(slice(0, entered))
         part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")
         self._predict = predictor(config, part)
         tpot = self._measured.tpot_s
@@ -223,11 +227,11 @@ class Residuals(FitProblem):
             self._floor_s = 0.1 * float(np.median(self._measured.ttft_s))
         if self._floor_s <= 0:
             raise UserError(
-                f"of most of the first {first} requests the first token comes at the arrival and the last with it: "
-                "the log has no durations that a fit could learn from"
+                f"of most of the {len(chosen)} fitted requests the first token comes at the arrival and the last "
+                "with it: the log has no durations that a fit could learn from"
             )
-        self._begun = _begun(log, first)
-        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / first)))
+        self._begun = _begun(log, chosen)
+        self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / len(chosen))))
 
     def start(self) -> FloatArray:
         """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
@@ -266,11 +270,12 @@ class Residuals(FitProblem):
         if key not in self._known:
             predicted = self._predict(self.device(scaled))
             self.simulations += 1
-            count, several = len(self._measured), self._several
-            tpot = np.full(count, np.nan)
-            tpot[several] = np.log(predicted.tpot_s[:count][several] / self._measured.tpot_s[several])
-            floor = self._floor_s
-            ttft = np.log((predicted.ttft_s(self._measured) + floor) / (self._measured.ttft_s + floor))
+            several, floor = self._several, self._floor_s
+            tpot = np.full(len(self._measured), np.nan)
+            ours = predicted.tpot_s[self._chosen]
+            tpot[several] = np.log(ours[several] / self._measured.tpot_s[several])
+            ours = predicted.ttft_s(self._simulated)[self._chosen]
+            ttft = np.log((ours + floor) / (self._measured.ttft_s + floor))
             self._known[key] = (tpot, ttft)
             if self._progress:
                 residuals = self.residuals(scaled)

@@ -25,14 +25,14 @@ _TOLERANCE = 0.03  # of a logarithm
 _ABOVE = 10  # times what a device's description says
 
 
-def steps_to_fit(log: EngineLog, config: RunConfig, first: int) -> LoggedSteps | None:
-    """The steps until the first requests have ended; None where a regression on them is not possible.
+def steps_to_fit(log: EngineLog, config: RunConfig, chosen: IntArray) -> LoggedSteps | None:
+    """The steps until the requests at these places have ended; None where a regression on them is not possible.
 
     Layers with a window read less than a step's line tells, and replicas have a log each.
     """
     if log.steps is None or config.device.data_parallel > 1 or model_shape(config.model).window is not None:
         return None
-    found = log.steps.until(float(log.requests.take(slice(0, first)).last_token_s.max()))
+    found = log.steps.until(float(log.requests.last_token_s[chosen].max()))
     return found if len(found) >= FEWEST else None
 
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from harness.config.schema import RunConfig
 from harness.point.bands import Band
-from harness.twin.log import EngineLog
+from harness.twin.log import EngineLog, IntArray
 from harness.twin.prediction import PredictedRun, errors_of
 from harness.twin.what_ifs import with_draws
 
@@ -22,9 +22,9 @@ def bands_of_log(log: EngineLog, config: RunConfig, prediction: PredictedRun) ->
     return dict(with_draws(log, config, log.workload, prediction).bands)
 
 
-def errors_by_part(prediction: PredictedRun, log: EngineLog, first: int) -> list[str]:
-    """The errors of the requests from `first` on, in sentences by their load and by the lengths of their prompts."""
-    requests = log.requests.take(slice(first, None))
+def errors_by_part(prediction: PredictedRun, log: EngineLog, places: IntArray) -> list[str]:
+    """The errors of the requests at `places`, in sentences by their load and by the lengths of their prompts."""
+    requests = log.requests.take(places)
     running, waiting = log.requests.under_way(requests.entered_s)
     found = []
     for name, values in (
@@ -37,7 +37,7 @@ def errors_by_part(prediction: PredictedRun, log: EngineLog, first: int) -> list
             (f"more than {middle:,.0f} {name}", values > middle),
         ):
             if chosen.sum() >= _FEWEST:
-                errors = errors_of(prediction, log, first + np.flatnonzero(chosen))
+                errors = errors_of(prediction, log, places[chosen])
                 found.append(f"{errors.requests:,} requests with {words}: {errors}")
     return found
 

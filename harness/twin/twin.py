@@ -40,11 +40,6 @@ class Twin:
         return errors_of(self.prediction, self.log, slice(0, None))
 
     @property
-    def first_held_out(self) -> int:
-        """The place of the first request that was not fitted."""
-        return 0 if self.fit is None else self.fit.fitted_on
-
-    @property
     def base(self) -> WhatIf:
         """The deployment's own settings, as predicted."""
         return self.changes[0]

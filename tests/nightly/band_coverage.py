@@ -18,19 +18,19 @@ import numpy as np
 from harness.config.schema import RunConfig
 from harness.point.bands import bands
 from harness.twin.configured import configured
-from harness.twin.fit import fit_log, fitted_device, requests_to_fit
-from harness.twin.log import EngineLog, FloatArray
+from harness.twin.fit import fit_log, fitted_device, not_in, requests_to_fit
+from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import PredictedRun, figures_of_times, others, predictor
 from harness.twin.reading import read_engine_log
 
 FEWEST, MOST = 0.8, 0.97
 
 
-def held(log: EngineLog, config: RunConfig, first: int) -> list[bool]:
-    """Whether each figure of the requests from `first` on lies in its band, which is printed."""
+def held(log: EngineLog, config: RunConfig, places: IntArray) -> list[bool]:
+    """Whether each figure of the requests at `places` lies in its band, which is printed."""
 
     def figures(ttft_s: FloatArray, tpot_s: FloatArray) -> dict[str, float]:
-        found = figures_of_times(ttft_s[first:], tpot_s[first:])
+        found = figures_of_times(ttft_s[places], tpot_s[places])
         return {name: value for name, value in found.items() if not name.endswith("p90")}
 
     def of(run: PredictedRun) -> dict[str, float]:
@@ -57,12 +57,12 @@ def main(words: Sequence[str] | None = None) -> int:
     for word in parser.parse_args(words).log:
         folder, *overrides = word.split(",")
         log = read_engine_log(Path(folder))
-        first, found = requests_to_fit(len(log.requests)), configured(log, overrides)
+        chosen, found = requests_to_fit(log), configured(log, overrides)
         sys.stdout.write(f"{folder}\n  no fit\n")
-        counted["no fit"] += held(log, found.config, first)
+        counted["no fit"] += held(log, found.config, not_in(chosen, len(log.requests)))
         log, found, fit = fit_log(log, found)
         sys.stdout.write(f"  fit, {fit.cpu_s:.0f} CPU-seconds\n")
-        counted["fit"] += held(log, replace(found.config, device=fitted_device(fit, log)), first)
+        counted["fit"] += held(log, replace(found.config, device=fitted_device(fit, log)), fit.others)
     for name, each in counted.items():
         sys.stdout.write(f"{name}: {sum(each)} of {len(each)} figures lie in their bands\n")
     return 0 if FEWEST <= np.mean(counted["fit"]) <= MOST else 1

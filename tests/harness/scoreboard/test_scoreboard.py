@@ -147,7 +147,7 @@ def test_a_deployment_on_a_preset_that_was_rounded_from_a_fit_is_marked(
 
 def _fit_of_nothing() -> SimpleNamespace:
     """The recorded excerpt is too short for a fit; its row is not what is looked at."""
-    return SimpleNamespace(fitted_on=0, held_out=Errors(0, 0, 0, 0, 0))
+    return SimpleNamespace(which="no requests", kept=True, held_out=Errors(0, 0, 0, 0, 0))
 
 
 def test_a_csv_has_the_columns_of_all_rows(tmp_path: Path) -> None:

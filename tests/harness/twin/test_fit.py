@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,9 @@ from harness.twin.fit import (
     fit_log,
     fit_schedule,
     log_of_cached_prompts,
+    not_in,
     requests_to_fit,
+    which,
 )
 from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, others, predictor
@@ -120,7 +123,7 @@ def test_the_bands_of_a_fit_hold_what_was_measured_and_are_narrow(fit: Fit) -> N
 
 
 def test_the_errors_of_a_trusted_deployment_are_said_by_load_and_by_length(fit: Fit) -> None:
-    said = errors_by_part(fit.prediction, planted(TRUE), fit.fitted_on)
+    said = errors_by_part(fit.prediction, planted(TRUE), fit.others)
     assert ["in flight" in line for line in said] == [True, True, False, False]
     assert said[2].startswith("30 requests with at most")
 
@@ -215,7 +218,7 @@ KNOWN = Configured(config(), EngineSettings(), (), ())
 def test_a_schedule_that_the_user_names_is_fitted_alone() -> None:
     found, fit = fit_schedule(planted(TRUE, 42), KNOWN, first=30)
     assert found is KNOWN
-    assert fit.fitted_on == 30
+    assert len(fit.fitted_on) == 30
 
 
 @pytest.mark.nightly
@@ -276,14 +279,34 @@ def test_a_request_that_could_not_have_been_served_is_an_error_of_the_settings()
         fit_device(planted(GPU, 50), wrong, first=40)
 
 
+def logged(running: Sequence[int]) -> EngineLog:
+    """A log of so many requests that run together, one group after the other; a group takes a second."""
+    starts = np.concatenate([np.full(count, float(at)) for at, count in enumerate(running)])
+    one = planted(TRUE, 1)
+    lengths = np.ones(len(starts), dtype=np.int64)
+    names = tuple(map(str, range(len(starts))))
+    times = LoggedRequests(names, starts, starts + 0.1, starts + 0.9, 50 * lengths, 8 * lengths)
+    return replace(one, requests=times)
+
+
 @pytest.mark.parametrize(("requests", "first"), [(300, 75), (50, 30), (10_000, 400), (41, 30)])
 def test_a_quarter_of_the_log_is_fitted_within_bounds(requests: int, first: int) -> None:
-    assert requests_to_fit(requests) == first
+    assert requests_to_fit(logged([1] * requests)).tolist() == list(range(first))
+
+
+def test_a_log_whose_load_grows_is_fitted_in_windows_over_all_of_it() -> None:
+    log = logged([1] * 50 + [4] * 25 + [8] * 50)
+    chosen = requests_to_fit(log)
+    assert len(chosen) == 136 == len(set(chosen))
+    assert chosen[0] == 0
+    assert chosen[-1] == len(log.requests) - 1
+    assert which(chosen, len(log.requests)) == "136 of 550 requests in 8 windows"
+    assert len(not_in(chosen, 550)) == 414
 
 
 def test_a_log_of_a_few_requests_is_refused() -> None:
     with pytest.raises(UserError, match="has 39 finished requests"):
-        requests_to_fit(39)
+        requests_to_fit(logged([1] * 39))
 
 
 def test_errors_are_signed_and_of_the_chosen_requests() -> None:
