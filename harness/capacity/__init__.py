@@ -203,7 +203,14 @@ def _rates(case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Ch
     for seed, edge in enumerate(_of_seeds(case, seeds if case.draws else 1, search, start)):
         which = f" (seed {seed})" if case.draws else ""
         if edge.good is None:
-            return NoEdge(f"no rate meets it{which}. {_there(case.made[-1])}", endless=False)
+            last = case.made[-1]
+            if any(not goal.upper for goal in last.broken):
+                least = "a goal of at least so much may need more; leave it out, no rate is searched for it"
+                return NoEdge(
+                    f"the lowest rate that was tried does not meet it{which}. {_there(last)}: {least}",
+                    endless=False,
+                )
+            return NoEdge(f"no rate meets it{which}. {_there(last)}", endless=False)
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO{which}", endless=True)
         edges.append(edge.good)

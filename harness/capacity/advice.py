@@ -132,7 +132,7 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     answer = highest_rate(case, 1, PRECISION, lambda _: None)
     if answer.value is None:
         advice.answers.append(f"The SLO ({goals(case.slo)}): {answer.reason}.")
-        if answer.good is None and answer.bad is not None:
+        if answer.good is None and answer.bad is not None and all(one.upper for one in answer.bad.broken):
             _impossible(case, advice, answer.bad, own, tell)
         return
     changes: Changes = {}
@@ -264,9 +264,7 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
     if slow.lost:
         return
     relaxed = tuple(
-        replace(
-            goal, bound=float(f"{slow.metrics[goal.metric] * (_SLACK if goal.upper else 1 / _SLACK):.2g}")
-        )
+        replace(goal, bound=float(f"{slow.metrics[goal.metric] * _SLACK:.2g}"))
         if goal in slow.broken
         else goal
         for goal in case.slo

@@ -141,7 +141,10 @@ class Trial:
             for name, count in self.outcome.items()
             if count and name in LOST
         ]
-        found += [f"{goal.metric} is {self.metrics[goal.metric]:.3g}" for goal in self.broken]
+        found += [
+            f"{name} is {self.metrics[name]:.3g}" if name in self.metrics else f"there is no {name}"
+            for name in (goal.metric for goal in self.broken)
+        ]
         if self.growth:
             found.append(f"requests in the server grow by {100 * self.growth:.0f} % of those that arrive")
         return " and ".join(found)

@@ -21,18 +21,16 @@ class Goal:
     upper: bool
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a run meets the goal. A run without the metric (for example, no output of two tokens) meets it."""
+        """Whether a run meets the goal. One without the metric (no output of two tokens) is below any bound."""
         value = metrics.get(self.metric)
         if value is None:
-            return True
+            return self.upper
         return value <= self.bound if self.upper else value >= self.bound
 
     def share(self, metrics: Mapping[str, float]) -> float:
-        """The figure as a multiple of its bound, above 1 where the goal is broken; 0 for a run without the metric."""
-        value = metrics.get(self.metric)
-        if value is None:
-            return 0.0
-        return value / self.bound if self.upper else self.bound / max(value, 1e-12)
+        """The figure as a multiple of its bound, above 1 where it is broken; a run without the metric has 0 of it."""
+        value = metrics.get(self.metric, 0.0)
+        return value / max(self.bound, 1e-12) if self.upper else self.bound / max(value, 1e-12)
 
     def __str__(self) -> str:
         return f"{self.metric} {'≤' if self.upper else '≥'} {self.bound:g} {METRICS[self.metric].unit}"

@@ -125,8 +125,11 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
     )
     grid = _Grid.of(words)
     scores = [score(slo, one) for one in grid.predicted]
-    if not min(scores) > 0:
-        raise UserError(f"--slo: at some cell no request has {' or '.join(goal.metric for goal in slo)}")
+    if not min(scores) > 0 or any(goal.metric not in one for goal in slo for one in grid.predicted):
+        names = " or ".join(goal.metric for goal in slo)
+        raise UserError(
+            f"--slo: at some cell there is no {names}, or it is 0, so cells cannot be compared by it"
+        )
 
     def measure(place: int) -> list[float]:
         tell(f"measuring {grid.points[place].label}")

@@ -61,6 +61,26 @@ def test_goals_are_bounds_on_metrics() -> None:
     assert broken_goals(slo, {"ttft_p99": 1.9, "output_throughput": 99}) == slo[1:]
 
 
+def test_a_goal_of_none_is_met_by_none_alone() -> None:
+    (goal,) = parse_slo("preemptions<=0")
+    assert goal.share({"preemptions": 0.0}) == 0
+    assert goal.share({"preemptions": 1.0}) > 1
+
+
+def test_a_run_without_the_metric_has_less_of_it_than_any_goal_asks() -> None:
+    least, most = parse_slo("hit_ratio>0.5,tpot_p99<1")
+    assert broken_goals((least, most), {}) == (least,)
+    assert least.share({}) > 1 > most.share({})
+
+
+def test_a_goal_of_at_least_is_not_said_to_be_out_of_reach_at_every_rate() -> None:
+    answer = highest_rate(
+        LoadCase(single_server(), parse_slo("output_throughput>30")), 1, 0.1, lambda _: None
+    )
+    assert "the lowest rate that was tried does not meet it" in answer.reason
+    assert "no rate meets" not in answer.reason
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
