@@ -8,19 +8,17 @@ for what that one waited for.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from math import floor, isfinite
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from traces.arrivals import FIRST_KEY, uniform, zipf_cumulative
 from traces.errors import ParameterError
 from traces.formats.rows import TraceRow
-from traces.trace import AFTER, AT, CONTENT, Segment, Trace, TraceRequest, revised
+from traces.trace import AFTER, AT, CONTENT, Ints, Requests, Segment, SegmentColumns, Trace, TraceRequest
 
 SHARE_TOLERANCE = 0.02  # by which the share of prompt tokens that is shared may miss what was asked for
 _BISECTIONS = 24
@@ -95,19 +93,18 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
     """
     if not (isfinite(factor) and factor > 0):
         raise ParameterError("factor", f"above 0 expected, found {factor}")
-    longest = max((max(r.prompt_tokens, r.output_tokens) for r in trace.requests), default=0)
+    rows = trace.columns
+    longest = int(max(rows.prompt_tokens.max(initial=0), rows.output_tokens.max(initial=0)))
     if longest * factor > _LONGEST:
         raise ParameterError(
             "factor",
             f"{factor:g} makes a request of {longest:,} tokens longer than {_LONGEST:,}; take a smaller one",
         )
-    shortest = (
-        min(r.prompt_tokens, r.output_tokens, *(s.tokens for s in r.segments)) for r in trace.requests
-    )
-    if factor == 1 and min(shortest, default=1) > 0:  # scaling mends a length of 0
+    lengths = (rows.prompt_tokens, rows.output_tokens, rows.segments.tokens)
+    if factor == 1 and min(length.min(initial=1) for length in lengths) > 0:  # scaling mends a length of 0
         return trace
-    requests = tuple(_scaled(request, factor) for request in trace.requests)
-    if requests == trace.requests:
+    requests = Requests.of(_scaled(request, factor) for request in rows)
+    if requests == rows:
         return trace
     block = trace.header.source_block_tokens
     return trace.changed(
@@ -128,24 +125,23 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
         ParameterError: no part comes within 0.02 of `share`; names the nearest share that can be reached.
     """
     check_sharing(share, num_prefixes, zipf)
-    numbers = np.array([request.request_id for request in trace.requests], dtype=np.int64)
+    rows = trace.columns
+    numbers = rows.request_id
     drawn = uniform(seed, _CHOICE_STREAM, int(numbers.max(initial=-1)) + 1)[numbers]
     choices = np.minimum(
         np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right"), num_prefixes - 1
     )
-    part = _part_for(share, trace, choices, num_prefixes)
-
-    @cache  # equal prompts have one object, which saves memory
-    def prompt(choice: int, tokens: int) -> tuple[Segment, ...]:
-        shared = _round(part * tokens)
-        pieces = (Segment(FIRST_KEY + choice, shared), Segment(None, tokens - shared))
-        return tuple(piece for piece in pieces if piece.tokens)
-
-    requests = tuple(
-        revised(request, segments=prompt(choice, request.prompt_tokens))
-        for request, choice in zip(trace.requests, choices.tolist(), strict=True)
+    part = _part_for(share, rows.prompt_tokens, choices, num_prefixes)
+    shared = _begun(part, rows.prompt_tokens)
+    tokens = np.stack([shared, rows.prompt_tokens - shared], axis=1)
+    keys = np.stack(
+        [choices.astype(np.uint64) + np.uint64(FIRST_KEY), np.zeros(len(rows), np.uint64)], axis=1
     )
-    if requests == trace.requests:
+    is_there, is_keyed = tokens > 0, np.broadcast_to([True, False], tokens.shape)
+    first = np.concatenate([[0], is_there.sum(axis=1).cumsum()])
+    pieces = SegmentColumns(first, keys[is_there], tokens[is_there], is_keyed[is_there])
+    requests = replace(rows, segments=pieces)
+    if requests == rows:
         return trace
     sentence = (
         f"{share:.3g} of the prompt tokens are shared: each prompt begins with {part:.3g} of its length from one of "
@@ -156,19 +152,25 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     return trace.changed(requests, sentence, key_kind=CONTENT, source_block_tokens=None)
 
 
-def _part_for(share: float, trace: Trace, choices: npt.NDArray[np.int64], num_prefixes: int) -> float:
+def _begun(part: float, prompts: Ints) -> Ints:
+    """Tokens of each prompt that stand in its text; halves are rounded up."""
+    tokens: Ints = np.floor(part * prompts + 0.5).astype(np.int64)
+    return tokens
+
+
+def _part_for(share: float, tokens: Ints, choices: Ints, num_prefixes: int) -> float:
     """The part of each prompt, 0 to 1, that makes `share` of all prompt tokens shared; raises ParameterError.
 
     A prompt shares with the longest earlier one of its text. What is shared grows with the part, in steps of a token.
     """
     order = np.argsort(choices, kind="stable")
-    prompts = np.array([request.prompt_tokens for request in trace.requests], np.int64)[order]
+    prompts = tokens[order]
     above = choices[order].astype(np.int64) * (int(prompts.max(initial=0)) + 1)
     first = np.diff(choices[order], prepend=-1) != 0
     total = max(1, int(prompts.sum()))
 
     def reached(part: float) -> float:
-        taken = np.floor(part * prompts + 0.5).astype(np.int64)  # as `_round`
+        taken = _begun(part, prompts)
         longest = np.maximum.accumulate(above + taken) - above
         return float(np.where(first, 0, np.minimum(taken, np.roll(longest, 1))).sum()) / total
 
@@ -193,9 +195,11 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
     """Scale time so that requests arrive at this mean rate, (requests - 1) / span. Raises ParameterError."""
     if not (isfinite(requests_per_s) and requests_per_s > 0):
         raise ParameterError("requests_per_s", f"above 0 expected, found {requests_per_s}")
-    if len(trace.requests) < 2:
+    rows = trace.columns
+    if len(rows) < 2:
         return trace
-    first, last = trace.requests[0].arrival_us, trace.requests[-1].arrival_us
+    times = rows.arrival_us.tolist()  # whole numbers of Python: their products exceed 64 bits
+    first, last = times[0], times[-1]
     if first == last:
         raise ParameterError(
             "requests_per_s",
@@ -205,16 +209,14 @@ def set_rate(trace: Trace, requests_per_s: float) -> Trace:
     if not _LEAST_RATE <= requests_per_s <= _MOST_RATE:
         reason = f"from {_LEAST_RATE:g} to {_MOST_RATE:,.0f} expected, found {requests_per_s:g}"
         raise ParameterError("requests_per_s", reason)
-    target_us = _round((len(trace.requests) - 1) / requests_per_s * 1e6)
+    target_us = _round((len(rows) - 1) / requests_per_s * 1e6)
     span_us = last - first
     if target_us == span_us and first == 0:
         return trace
-    requests = tuple(
-        revised(request, arrival_us=(request.arrival_us - first) * target_us // span_us)
-        for request in trace.requests
-    )
+    scaled = np.array([(at_us - first) * target_us // span_us for at_us in times], np.int64)
     return trace.changed(
-        requests, f"time scaled from {trace.mean_rate:.4g} to {requests_per_s:.4g} requests/s"
+        replace(rows, arrival_us=scaled),
+        f"time scaled from {trace.mean_rate:.4g} to {requests_per_s:.4g} requests/s",
     )
 
 
@@ -309,21 +311,19 @@ def sampled(trace: Trace, num_requests: int) -> Trace:
     for place, row in enumerate(kept):
         if place and place % size == 0 and row.arrival_us - kept[place - 1].arrival_us > gap_us:
             lost_us += row.arrival_us - kept[place - 1].arrival_us - gap_us
-        rows.append(revised(row, arrival_us=row.arrival_us - lost_us))
+        rows.append(replace(row, arrival_us=row.arrival_us - lost_us))
     sentence = f"{len(rows):,} of {count:,} requests, in {windows} windows over the whole trace"
     return trace.changed(tuple(rows), sentence)
 
 
-def drop_oversize(trace: Trace, fits: Callable[[TraceRequest], str | None]) -> Trace:
-    """Drop the requests for which `fits` returns a reason (None means it fits). The header counts them by reason."""
-    verdicts = [fits(request) for request in trace.requests]
-    reasons = Counter(verdict for verdict in verdicts if verdict is not None)
+def drop_oversize(trace: Trace, verdicts: Mapping[int, str]) -> Trace:
+    """Drop the requests that have a reason in `verdicts`, by request id. The header counts them by reason."""
+    reasons = Counter(verdicts.values())
     if not reasons:
         return trace
-    pairs = zip(trace.requests, verdicts, strict=True)
     dropped = Counter(trace.header.dropped) + reasons
     return trace.changed(
-        tuple(request for request, verdict in pairs if verdict is None),
+        trace.columns.take(np.flatnonzero(~np.isin(trace.columns.request_id, list(verdicts)))),
         "dropped " + ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items())),
         dropped=dict(dropped),
         rows_kept=trace.header.rows_kept - reasons.total(),
@@ -348,7 +348,7 @@ def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
             start = scaled_end
     if not segments:
         segments = [Segment(request.segments[0].key, prompt)]
-    return revised(request, lengths=(prompt, output), segments=tuple(segments))
+    return replace(request, prompt_tokens=prompt, output_tokens=output, segments=tuple(segments))
 
 
 def check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
@@ -385,7 +385,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
         reason = f"no request in the window ({window}); the trace has {len(trace.requests):,}"
         raise ParameterError("window", reason)
     start = kept[0].arrival_us
-    moved = tuple(revised(request, arrival_us=request.arrival_us - start) for request in kept)
+    moved = Requests.of(replace(request, arrival_us=request.arrival_us - start) for request in kept)
     if moved == trace.requests:
         return trace
     cut = sum(request.parent is None and (request.turn or 1) > 1 for request in moved)
@@ -395,7 +395,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
     return trace.changed(moved, f"{window}: {len(moved):,} of {len(trace.requests):,} requests{more}")
 
 
-def _whole(requests: tuple[TraceRequest, ...], inside: list[bool]) -> list[bool]:
+def _whole(requests: Sequence[TraceRequest], inside: list[bool]) -> list[bool]:
     """For each request, whether the first request of its conversation is inside."""
     roots: dict[int, int] = {}
     sessions: dict[str, int] = {}

@@ -6,14 +6,17 @@ Prompt tokens are not stored. A prompt is a list of segments, and equal keys mea
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, astuple, dataclass, field, fields, make_dataclass, replace
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields, make_dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from itertools import pairwise, repeat, starmap
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+import numpy.typing as npt
 
 CHAINED = "chained"  # equal keys: the whole prefix is equal, the segment included
 CONTENT = "content"  # equal keys: this piece of text is equal, at any position
@@ -108,18 +111,17 @@ class TraceRequest:
         return None if self.think_us is None else self.think_us / 1e6
 
 
-_VALUES = attrgetter(*(f.name for f in fields(TraceRequest)))
-_Unfrozen: Any = make_dataclass(  # with the same slots
-    "_Unfrozen",
-    [
-        (f.name, Any) if f.default is MISSING else (f.name, Any, field(default=f.default))
-        for f in fields(TraceRequest)
-    ],
-    slots=True,
-)
+_LENGTHS = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
+_OTHER_FIELDS = tuple((f.name, f.default) for f in fields(TraceRequest) if f.name not in _LENGTHS)
+_OTHER_VALUES = attrgetter(*(name for name, _ in _OTHER_FIELDS))
+_DEFAULTS = tuple(default for _, default in _OTHER_FIELDS)
+_PLACES = {name: place for place, (name, _) in enumerate(_OTHER_FIELDS)}
+_Unfrozen: Any = make_dataclass("_Unfrozen", [f.name for f in fields(TraceRequest)], slots=True)
+Ints = npt.NDArray[np.int64]
+_CHUNK = 4096  # rows that are made at a time
 
 
-def new_request(*values: Any) -> TraceRequest:
+def _new_request(*values: Any) -> TraceRequest:
     """The same as `TraceRequest(*values)`; a frozen dataclass takes five times as long to be made by its own name."""
     made = _Unfrozen(*values)
     made.__class__ = TraceRequest
@@ -127,21 +129,126 @@ def new_request(*values: Any) -> TraceRequest:
     return request
 
 
-def revised(
-    request: TraceRequest,
-    *,
-    arrival_us: int | None = None,
-    lengths: tuple[int, int] | None = None,
-    segments: tuple[Segment, ...] | None = None,
-) -> TraceRequest:
-    """The request with another arrival, other lengths (prompt, output) or other segments.
+class SegmentColumns(NamedTuple):
+    """The segments of many prompts: those of prompt i are numbers `first[i]` to `first[i + 1] - 1`.
 
-    `dataclasses.replace` takes twenty times as long, which shows in traces of a million requests.
+    `first` is int64 `[prompts + 1]`. Of each segment `key` is uint64, 0 where it has none, and `tokens` int64.
     """
-    number, before, prompt, output, own, *rest = _VALUES(request)
-    arrival_us = before if arrival_us is None else arrival_us
-    prompt, output = lengths or (prompt, output)
-    return new_request(number, arrival_us, prompt, output, own if segments is None else segments, *rest)
+
+    first: Ints
+    key: npt.NDArray[np.uint64]
+    tokens: Ints
+    is_keyed: npt.NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[Segment]]) -> "SegmentColumns":
+        """The columns of prompts that are given as segments."""
+        first = np.cumsum([0, *map(len, prompts)], dtype=np.int64)
+        keys = [key for segments in prompts for key, _ in segments]
+        tokens = [tokens for segments in prompts for _, tokens in segments]
+        return cls(
+            first,
+            np.array([key or 0 for key in keys], dtype=np.uint64),
+            np.array(tokens, dtype=np.int64),
+            np.array([key is not None for key in keys], dtype=np.bool_),
+        )
+
+    @classmethod
+    def private(cls, prompt_tokens: Ints) -> "SegmentColumns":
+        """Prompts of one segment that no other prompt has."""
+        count = len(prompt_tokens)
+        return cls(np.arange(count + 1), np.zeros(count, np.uint64), prompt_tokens, np.zeros(count, np.bool_))
+
+    def take(self, prompts: Ints) -> "SegmentColumns":
+        """Those of some prompts, in this order."""
+        counts = np.diff(self.first)[prompts]
+        first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        places = np.repeat(self.first[prompts] - first[:-1], counts) + np.arange(first[-1])
+        return SegmentColumns(first, *(column[places] for column in self[1:]))
+
+    def rows(self, first: int, last: int) -> Iterator[tuple[Segment, ...]]:
+        """The segments of prompts `first` to `last - 1`, one prompt after the other."""
+        ends = self.first[first : last + 1].tolist()
+        inside = slice(ends[0], ends[-1])
+        keys: list[Any] = self.key[inside].tolist()
+        for place in np.flatnonzero(~self.is_keyed[inside]).tolist():
+            keys[place] = None
+        segments = list(map(Segment, keys, self.tokens[inside].tolist()))
+        for start, end in pairwise(ends):
+            yield tuple(segments[start - ends[0] : end - ends[0]])
+
+
+@dataclass(frozen=True, eq=False)
+class Requests(Sequence[TraceRequest]):
+    """The requests of a trace in order of arrival, as columns: int64 `[requests]`, which nobody changes.
+
+    A `TraceRequest` is made when it is asked for. So a million requests take some 70 MB. `others` has the values of all
+    fields that have no column, by request; None where all have their default.
+    """
+
+    request_id: Ints
+    arrival_us: Ints
+    prompt_tokens: Ints
+    output_tokens: Ints
+    segments: SegmentColumns
+    others: tuple[tuple[Any, ...], ...] | None = None
+
+    @classmethod
+    def of(cls, rows: Iterable[TraceRequest]) -> "Requests":
+        """The columns of `rows`."""
+        if isinstance(rows, Requests):
+            return rows
+        rows = tuple(rows)
+        others = tuple(map(_OTHER_VALUES, rows))
+        lengths = {name: np.array([getattr(row, name) for row in rows], np.int64) for name in _LENGTHS[:-1]}
+        return cls(
+            **lengths,
+            segments=SegmentColumns.of([row.segments for row in rows]),
+            others=None if all(values == _DEFAULTS for values in others) else others,
+        )
+
+    def values(self, name: str) -> Sequence[Any]:
+        """The values of a field that has no column, by request."""
+        place = _PLACES[name]
+        if self.others is None:
+            return [_DEFAULTS[place]] * len(self)
+        return [values[place] for values in self.others]
+
+    def take(self, places: Ints) -> "Requests":
+        """Some of the requests, in this order."""
+        lengths = {name: getattr(self, name)[places] for name in _LENGTHS[:-1]}
+        others = None if self.others is None else tuple(self.others[place] for place in places.tolist())
+        return Requests(**lengths, segments=self.segments.take(places), others=others)
+
+    def __len__(self) -> int:
+        return len(self.request_id)
+
+    @overload
+    def __getitem__(self, place: int) -> TraceRequest: ...
+    @overload
+    def __getitem__(self, place: slice) -> "Requests": ...
+    def __getitem__(self, place: int | slice) -> "TraceRequest | Requests":
+        if isinstance(place, slice):
+            return self.take(np.arange(len(self))[place])
+        at = range(len(self))[place]
+        return next(self._made(at, at + 1))
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        for start in range(0, len(self), _CHUNK):
+            yield from self._made(start, min(start + _CHUNK, len(self)))
+
+    def _made(self, first: int, last: int) -> Iterator[TraceRequest]:
+        columns = [getattr(self, name)[first:last].tolist() for name in _LENGTHS[:-1]]
+        lengths = zip(*columns, self.segments.rows(first, last), strict=True)
+        others = repeat(_DEFAULTS, last - first) if self.others is None else self.others[first:last]
+        return starmap(_new_request, map(operator.add, lengths, others))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Requests):
+            return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        pairs = [(getattr(self, name), getattr(other, name)) for name in _LENGTHS[:-1]]
+        pairs += zip(self.segments, other.segments, strict=True)
+        return all(map(np.array_equal, *zip(*pairs, strict=True))) and self.others == other.others
 
 
 @dataclass(frozen=True)
@@ -171,7 +278,16 @@ class Trace:
     """Requests in order of arrival; file order breaks ties."""
 
     header: TraceHeader
-    requests: tuple[TraceRequest, ...]
+    requests: Sequence[TraceRequest]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "requests", Requests.of(self.requests))
+
+    @property
+    def columns(self) -> Requests:
+        """The requests as columns: what `requests` always is."""
+        assert isinstance(self.requests, Requests)
+        return self.requests
 
     @cached_property
     def digest(self) -> str:
@@ -184,47 +300,34 @@ class Trace:
         if header.client != OPEN:  # the same requests are sent at other times
             identity += [*astuple(header.client)]
         state = hashlib.sha256(json.dumps(identity).encode())
-        for column in self._columns():
-            state.update(column.astype("<u8").tobytes())
-
-        for row in filter(None, map(_other_fields, self.requests)):
-            state.update(row)
+        rows, prompts = self.columns, self.columns.segments
+        lengths = [getattr(rows, name) for name in _LENGTHS[:-1]]
+        state.update(np.stack([*lengths, np.diff(prompts.first)], axis=1).astype("<u8").tobytes())
+        state.update(prompts.key.astype("<u8").tobytes())
+        state.update((prompts.tokens * 2 + ~prompts.is_keyed).astype("<u8").tobytes())
+        for request_id, values in zip(rows.request_id.tolist(), rows.others or (), strict=False):
+            if values != _DEFAULTS:
+                state.update(_other_fields(request_id, values))
         return state.hexdigest()
-
-    def _columns(self) -> list[np.ndarray[tuple[int], np.dtype[np.int64 | np.uint64]]]:
-        rows = [
-            (r.request_id, r.arrival_us, r.prompt_tokens, r.output_tokens, len(r.segments))
-            for r in self.requests
-        ]
-        segments = [segment for request in self.requests for segment in request.segments]
-        keys = np.array([0 if s.key is None else s.key for s in segments], dtype=np.uint64)
-        lengths = np.array([s.tokens * 2 + (s.key is None) for s in segments], dtype=np.int64)
-        return [np.array(rows, dtype=np.int64).ravel(), keys, lengths]
 
     @property
     def mean_rate(self) -> float | None:
         """Requests per second between the first arrival and the last; None where all arrive at one instant."""
-        span_us = self.requests[-1].arrival_us - self.requests[0].arrival_us if self.requests else 0
-        return (len(self.requests) - 1) / span_us * 1e6 if span_us else None
+        times = self.columns.arrival_us
+        span_us = int(times[-1] - times[0]) if len(times) else 0
+        return (len(times) - 1) / span_us * 1e6 if span_us else None
 
-    def changed(self, requests: tuple[TraceRequest, ...], sentence: str, **header: object) -> "Trace":
+    def changed(self, requests: Sequence[TraceRequest], sentence: str, **header: object) -> "Trace":
         """This trace with other requests, and a sentence that says what changed. `header` replaces header fields."""
         changes = (*self.header.changes, sentence)
         return Trace(replace(self.header, changes=changes, **header), requests)  # type: ignore[arg-type]
 
 
-_LENGTHS = ("request_id", "arrival_us", "prompt_tokens", "output_tokens", "segments")
-_OTHER_FIELDS = tuple((f.name, f.default) for f in fields(TraceRequest) if f.name not in _LENGTHS)
-_OTHER_VALUES = attrgetter(*(name for name, _ in _OTHER_FIELDS))
-_DEFAULTS = tuple(default for _, default in _OTHER_FIELDS)
-
-
-def _other_fields(request: TraceRequest) -> bytes:
-    """The fields beyond times and lengths that differ from their default, or nothing if none does.
+def _other_fields(request_id: int, values: tuple[Any, ...]) -> bytes:
+    """The fields beyond times and lengths that differ from their default.
 
     So a trace that uses none of them keeps its digest when a field is added.
     """
-    if _OTHER_VALUES(request) == _DEFAULTS:
-        return b""
-    said = {name: value for name, default in _OTHER_FIELDS if (value := getattr(request, name)) != default}
-    return json.dumps([request.request_id, said], sort_keys=True).encode()
+    found = zip(_OTHER_FIELDS, values, strict=True)
+    said = {name: value for (name, default), value in found if value != default}
+    return json.dumps([request_id, said], sort_keys=True).encode()

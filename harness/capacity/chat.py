@@ -37,7 +37,7 @@ from traces.analysis.reuse import (
 from traces.errors import TraceError
 from traces.formats.files import open_source
 from traces.formats.segments import Tokens, TokenTree
-from traces.trace import CONTENT, Segment, Trace, TraceHeader, new_request
+from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 Message = dict[str, Any]
 _MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
@@ -97,7 +97,7 @@ class ChatLog:
                 for key, tokens in trees[group].segments(prompt)
             )
             at_us = round(1e6 * ((one.at_s or start) - start))
-            rows.append(new_request(number, at_us, len(prompt), 1, parts))
+            rows.append(TraceRequest(number, at_us, len(prompt), 1, parts))
         header = TraceHeader(self.name, "chat", self.name, CONTENT, None, 1, "", len(rows), len(rows))
         return Trace(header, tuple(rows))
 

@@ -6,13 +6,15 @@ look-up.
 """
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from harness.compiled.state import NameArray
 from harness.metrics.log import IntArray
+from traces.analysis.reuse import prompt_paths
+from traces.trace import SegmentColumns
 
 Segments = Sequence[tuple[int | None, int]]
 Piece = tuple[int, int, int]  # key, first token within the segment, tokens
@@ -30,31 +32,37 @@ class BlockNames(NamedTuple):
         return cls(np.zeros(requests + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
 
     @classmethod
-    def of(cls, requests: Iterable[tuple[Segments, str]], block_size: int) -> "BlockNames":
-        """Names for requests given by their segments and salts, in order."""
-        namer, names, first_name = _Namer(block_size), array("i"), array("q", [0])
-        for segments, salt in requests:
-            namer.name(segments, salt, names)
-            first_name.append(len(names))
-        return cls(np.frombuffer(first_name, dtype=np.int64), np.frombuffer(names, dtype=np.int32))
+    def of(cls, prompts: SegmentColumns, salts: Sequence[str], block_size: int) -> "BlockNames":
+        """Names for the blocks of prompts, each with its salt. Equal prompts are named once."""
+        roots = np.unique(np.array(salts, dtype=np.str_), return_inverse=True)[1]
+        _, one, which = np.unique(prompt_paths(prompts, roots)[1], return_index=True, return_inverse=True)
+        namer, distinct = _Namer(block_size), prompts.take(one)
+        named = [
+            namer.named(segments, int(root))
+            for segments, root in zip(distinct.rows(0, len(one)), roots[one], strict=True)
+        ]
+        counts = np.array([len(names) for names in named], dtype=np.int64)[which]
+        first_name = np.concatenate([[0], np.cumsum(counts)])
+        return cls(
+            first_name, np.concatenate([np.zeros(0, np.int32), *(named[place] for place in which.tolist())])
+        )
 
 
 class _Namer:
     def __init__(self, block_size: int) -> None:
         self._size = block_size
         self._count = 0
-        self._roots: dict[str, int] = {}
         self._mixed: dict[tuple[int, tuple[Piece, ...]], int] = {}  # blocks with pieces of several segments
         self._runs: dict[tuple[int, int, int], array[int]] = {}  # name before, key, first token of the run
 
-    def name(self, segments: Segments, salt: str, names: "array[int]") -> None:
-        """Append the names of the leading blocks that lie in segments with a key."""
+    def named(self, segments: Segments, root: int) -> NameArray:
+        """The names of the leading blocks that lie in segments with a key; prompts of other roots have others."""
+        names, before = array("i"), -1 - root
         size = room = self._size
-        before = self._roots.setdefault(salt, -1 - len(self._roots))
         pieces: tuple[Piece, ...] = ()
         for key, tokens in segments:
             if key is None:
-                return
+                break
             start = 0
             if room < size:  # the block that an earlier segment began
                 start = min(room, tokens)
@@ -70,6 +78,7 @@ class _Namer:
                 before = run[whole - 1]
             rest = (tokens - start) % size
             pieces, room = ((key, tokens - rest, rest),) if rest else (), size - rest
+        return np.array(names, dtype=np.int32)
 
     def _mixed_block(self, before: int, pieces: tuple[Piece, ...]) -> int:
         name = self._mixed.setdefault((before, pieces), self._count)

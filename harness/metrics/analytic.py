@@ -4,28 +4,25 @@ Each closed form over prompt and output lengths is one function. `ideal_hit_toke
 tokens that a prefix cache can find.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from harness.metrics.log import IntArray
-from traces.analysis.reuse import PrefixTree
-from traces.trace import Segment
+from traces.analysis.reuse import prompt_paths
+from traces.trace import SegmentColumns
 
 
-def ideal_hit_tokens(prompts: Iterable[tuple[int, Sequence[Segment]]], block_size: int) -> int:
+def ideal_hit_tokens(lengths: "Lengths", block_size: int) -> int:
     """Tokens that an infinite prefix cache finds if every prompt is cached before the next one asks.
 
-    `prompts` are (prompt tokens, segments) in order of arrival. Of a common prefix of c tokens a prompt of L tokens
-    finds min(floor(c / B), floor((L − 1) / B)) · B: blocks are found whole, and at least one token is always computed,
-    for its logits.
+    Of a common prefix of c tokens a prompt of L tokens finds min(floor(c / B), floor((L − 1) / B)) · B: blocks are
+    found whole, and at least one token is always computed, for its logits.
     """
-    tree = PrefixTree()
-    return sum(
-        min(tree.seen_tokens(segments), prompt_tokens - 1) // block_size * block_size
-        for prompt_tokens, segments in prompts
-    )
+    if lengths.segments is None:
+        return 0
+    seen = np.minimum(prompt_paths(lengths.segments)[0], lengths.prompt_tokens - 1)
+    return int((seen // block_size).sum()) * block_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,13 +30,13 @@ class Lengths:
     """The requests of a trace in order of arrival, lengths in tokens, int64 `[requests]`.
 
     `width` sequences are forked from each prompt; with `beam` they are re-parented after every step, so that
-    what they share depends on the tokens and has no closed form. `segments` are the prefix segments of each
-    request.
+    what they share depends on the tokens and has no closed form. `segments` are those of the prompts; None: they share
+    nothing.
     """
 
     prompt_tokens: IntArray
     output_tokens: IntArray
-    segments: Sequence[Sequence[Segment]] = ()
+    segments: SegmentColumns | None = None
     width: int = 1
     beam: bool = False
 
@@ -197,8 +194,7 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
 def _hits(lengths: Lengths, cache: CacheShape) -> int:
     if cache.reserve_tokens is not None or not cache.prefix_caching:
         return 0
-    prompts = zip(lengths.prompt_tokens.tolist(), lengths.segments, strict=False)
-    return ideal_hit_tokens(prompts, cache.block_size)
+    return ideal_hit_tokens(lengths, cache.block_size)
 
 
 def _contiguous(lengths: Lengths, reserve_tokens: int) -> dict[str, float]:

@@ -34,7 +34,7 @@ from harness.replay.features import FeatureMeter
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import predict
-from traces.trace import Trace, revised
+from traces.trace import Trace
 
 DRAWS = 12
 COVERS = 0.9  # of measured values
@@ -220,9 +220,10 @@ def slower(device: DeviceConfig, factor: float) -> DeviceConfig:
 def jittered(trace: Trace, seed: int) -> Trace:
     """The trace with arrivals moved by up to `_JITTER_S`, in the same order."""
     moves = np.random.default_rng(seed).uniform(0, 1e6 * _JITTER_S, len(trace.requests))
-    at = np.maximum.accumulate(np.array([row.arrival_us for row in trace.requests]) + moves.astype(np.int64))
-    rows = tuple(revised(row, arrival_us=int(us)) for row, us in zip(trace.requests, at, strict=True))
-    return trace.changed(rows, f"arrivals moved by up to {1e3 * _JITTER_S:g} ms")
+    at = np.maximum.accumulate(trace.columns.arrival_us + moves.astype(np.int64))
+    return trace.changed(
+        replace(trace.columns, arrival_us=at), f"arrivals moved by up to {1e3 * _JITTER_S:g} ms"
+    )
 
 
 def fits_text(fits: Iterable[Mapping[str, float]]) -> str:

@@ -57,8 +57,8 @@ def make_record(
             **asdict(trace.header),
             "digest": trace.digest,
             "requests": len(trace.requests),
-            "prompt_tokens": sum(row.prompt_tokens for row in trace.requests),
-            "output_tokens": sum(row.output_tokens for row in trace.requests),
+            "prompt_tokens": int(trace.columns.prompt_tokens.sum()),
+            "output_tokens": int(trace.columns.output_tokens.sum()),
             "realised_prefix_share": realised_prefix_share(trace),
         },
         pool=pool,
@@ -147,13 +147,13 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
 
 def _analytic(point: Point) -> dict[str, float]:
     workload, pool = point.workload, point.pool
-    rows = workload.trace.requests
+    rows = workload.trace.columns
     if pool.groups is not None or workload.resubmits:
         return {}  # the closed forms are those of one block table, and of the requests of the trace
     lengths = Lengths(
-        prompt_tokens=np.array([row.prompt_tokens for row in rows], dtype=np.int64),
-        output_tokens=np.array([row.output_tokens for row in rows], dtype=np.int64),
-        segments=[row.segments for row in rows],
+        prompt_tokens=rows.prompt_tokens,
+        output_tokens=rows.output_tokens,
+        segments=rows.segments,
         width=workload.width,
         beam=workload.decoding is Decoding.beam,
     )

@@ -168,15 +168,9 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
     Raises:
         UserError: there is no such model.
     """
-    import numpy as np
-
     from harness.metrics.analytic import Lengths, final_internal_slots, paged_split, reserved_split
 
-    rows = trace.requests
-    lengths = Lengths(
-        np.array([row.prompt_tokens for row in rows], dtype=np.int64),
-        np.array([row.output_tokens for row in rows], dtype=np.int64),
-    )
+    lengths = Lengths(trace.columns.prompt_tokens, trace.columns.output_tokens)
     longest = int(lengths.final_tokens.max(initial=0))
     if not lengths.decode_steps.any():
         return {}

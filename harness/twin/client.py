@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from harness.twin.log import FloatArray, LoggedRequests
-from traces.trace import AFTER, AT, Client, ClientKind, Trace, revised
+from traces.trace import AFTER, AT, Client, ClientKind, Trace
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -46,7 +46,7 @@ class LogClient:
         for row, own, before in zip(trace.requests, self.own_s, self.before, strict=True):
             at_us = max(0, round(float(own) * 1e6))
             if self.client.kind is not ClientKind.multi_turn:
-                rows.append(revised(row, arrival_us=at_us))
+                rows.append(replace(row, arrival_us=at_us))
                 continue
             row = replace(row, arrival_us=at_us, after=(), parent=None, release=AT, think_us=None)
             if before >= 0:

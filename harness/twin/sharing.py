@@ -6,7 +6,7 @@ prompt a request shares its beginning with; it is taken to be the one that fits 
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import numpy as np
@@ -15,7 +15,7 @@ from harness.twin.log import LoggedRequests
 from harness.twin.rows import LoggedRequest, RequestLog
 from traces.errors import TraceError
 from traces.formats.segments import Tokens, TokenTree
-from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest, revised
+from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # tokens of an id of `hash_ids`, where the log does not say
 
@@ -103,7 +103,7 @@ def cached_before(trace: Trace, pool_tokens: int) -> Trace | None:
     text = _key("prompts of an earlier run")
     ends = (Segment(None, 1),)
     cached = (
-        revised(
+        replace(
             row, segments=(Segment(text, row.prompt_tokens - 1), *ends) if row.prompt_tokens > 1 else ends
         )
         for row in rows

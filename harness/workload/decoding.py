@@ -16,7 +16,6 @@ from engine.core.options import Decoding
 from engine.core.request import Speculation
 from harness.config.errors import ConfigError
 from harness.config.schema import DecodingMode, RunConfig, Widths
-from harness.config.values import PerObject
 from harness.replay.beams import BeamGenealogy, Genealogy, RecordedGenealogy
 from harness.replay.branches import BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import CostSource
@@ -25,7 +24,6 @@ from harness.store.commit import Layout
 from harness.store.reading import read_columns
 from traces.trace import Trace, TraceRequest
 
-SHORT = 2_000  # requests; the replay of more takes so long that looking through them does not count
 _WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}
 
 
@@ -52,7 +50,7 @@ class TraceDecoding:
 
     def of(self, row: TraceRequest) -> RequestDecoding:
         """The decoding of one request."""
-        if not self.recorded or not states_width(row):
+        if not self.recorded or not _states_width(row):
             return self.configured
         if row.beam_width is not None and row.beam_width > 1:
             return RequestDecoding(row.beam_width, Decoding.beam)
@@ -63,11 +61,23 @@ class TraceDecoding:
         speculation = self.configured.speculation
         return RequestDecoding(1, Decoding.sample if sampled else Decoding.greedy, speculation)
 
+    def of_all(self, trace: Trace) -> list[RequestDecoding]:
+        """The decoding of each request."""
+        if not self.recorded or not names_widths(trace):
+            return [self.configured] * len(trace.requests)
+        return [self.of(row) for row in trace.requests]
+
+    def different(self, trace: Trace) -> set[RequestDecoding]:
+        """The decodings that requests have."""
+        if not self.recorded or not names_widths(trace):
+            return {self.configured}
+        return set(self.of_all(trace))
+
     def noted(self, trace: Trace) -> Trace:
         """The trace with a note on what became of the widths that its rows name; unchanged where no row names one."""
-        if not names_widths(trace.requests):
+        if not names_widths(trace):
             return trace
-        found = Counter(self.of(row) for row in trace.requests if states_width(row))
+        found = Counter(self.of(row) for row in trace.requests if _states_width(row))
         if not self.recorded:
             sentence = f"widths of {found.total():,} requests replaced: every request has the configured one"
             return trace.changed(trace.requests, sentence)
@@ -75,17 +85,17 @@ class TraceDecoding:
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
 
 
-def names_widths(requests: tuple[TraceRequest, ...]) -> bool:
-    """Whether a row names a width of its own; remembered for the traces of small points, of which sweeps have many."""
-    return _names_widths(requests) if len(requests) <= SHORT else any(map(states_width, requests))
+def names_widths(trace: Trace) -> bool:
+    """Whether a row names a width of its own."""
+    rows = trace.columns
+    return rows.others is not None and any(set(rows.values(name)) != {None} for name in _WIDTHS)
 
 
-def states_width(row: TraceRequest) -> bool:
-    """Whether the row names a width of its own."""
-    return (row.n, row.best_of, row.beam_width) != (None, None, None)
+def _states_width(row: TraceRequest) -> bool:
+    return any(getattr(row, name) is not None for name in _WIDTHS)
 
 
-_names_widths = PerObject[tuple[TraceRequest, ...], bool](lambda rows: any(map(states_width, rows)), most=64)
+_WIDTHS = ("n", "best_of", "beam_width")
 
 
 def trace_decoding_of(config: RunConfig) -> TraceDecoding:

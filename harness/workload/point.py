@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,7 +29,6 @@ from harness.replay.cost_model import CostSource
 from harness.replay.memory import MemoryObserver
 from harness.workload.beam_requests import BeamClient, KeyedBeams, requests_sent
 from harness.workload.decoding import (
-    SHORT,
     DrawnOutcomes,
     RequestDecoding,
     TraceDecoding,
@@ -47,7 +47,7 @@ from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_a
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize, keyed_text, one_request_per_sample
-from traces.trace import Segment, Trace, TraceRequest, revised
+from traces.trace import Segment, Trace, TraceRequest
 
 Identify = Callable[[TraceRequest], BlockIdentity]
 
@@ -80,13 +80,17 @@ class Workload:
     @property
     def is_uniform(self) -> bool:
         """Whether all requests are decoded as configured."""
-        decoding = self.trace_decoding
-        return all(decoding.of(row) == decoding.configured for row in self.trace.requests)
+        return self.decodings <= {self.trace_decoding.configured}
+
+    @cached_property
+    def decodings(self) -> set[RequestDecoding]:
+        """The different decodings of the requests."""
+        return self.trace_decoding.different(self.trace)
 
     @property
     def client_stride(self) -> int:
         """A number greater than the id of every row."""
-        return 1 + max(row.request_id for row in self.trace.requests)
+        return 1 + int(self.trace.columns.request_id.max())
 
     def genealogy(self, source: CostSource) -> Genealogy:
         """The parents of beams: recorded, or drawn as the calibration found them."""
@@ -130,7 +134,7 @@ class Point:
     def asked(self) -> Asked:
         """What the point asks for, as the table of capabilities has it."""
         served = self.deployment
-        decodings = {self.workload.trace_decoding.of(row) for row in self.trace.requests}
+        decodings = self.workload.decodings
         return Asked(
             *(served.model, served.engine, served.device, served.cache, served.scheduler, served.decoding),
             self.replay,
@@ -147,9 +151,10 @@ class Point:
     @property
     def may_share(self) -> bool:
         """Whether two prompts may share a block."""
-        return self.pool.prefix_caching and any(
-            shares_block(row, self.pool.block_size) for row in self.trace.requests
-        )
+        prompts, size = self.trace.columns.segments, self.pool.block_size
+        begun = np.flatnonzero(prompts.is_keyed[prompts.first[:-1]]) if self.pool.prefix_caching else ()
+        rows = (self.trace.columns[place] for place in begun)
+        return any(shares_block(row, size) for row in rows)
 
     def of_trace(self, trace: Trace) -> "Point":
         """The same with other requests."""
@@ -277,7 +282,8 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     if resubmits:
         trace = trace.changed(trace.requests, _RESUBMITTED)
     elif config.decoding.sharing is Sharing.prefix_cache and recorded is None:
-        widths = {row.request_id: trace_decoding.of(row).width for row in trace.requests}
+        decodings = zip(trace.columns.request_id.tolist(), trace_decoding.of_all(trace), strict=True)
+        widths = {request_id: decoding.width for request_id, decoding in decodings}
         trace = one_request_per_sample(trace, widths)
         trace_decoding = TraceDecoding(replace(trace_decoding.configured, width=1), recorded=False)
     _check_span(trace)
@@ -305,7 +311,8 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     if reasons:
         if config.workload.oversize is Oversize.error:
             raise ConfigError("workload.oversize", _refusal(point, reasons))
-        left = drop_oversize(trace, lambda row: _kind(point, row) if row.request_id in reasons else None)
+        too_long = trace.columns.take(np.flatnonzero(np.isin(trace.columns.request_id, list(reasons))))
+        left = drop_oversize(trace, {row.request_id: _kind(point, row) for row in too_long})
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
         if recorded is None and config.decoding.sharing is not Sharing.prefix_cache:
@@ -334,7 +341,7 @@ def _client_sends_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDe
     sharing = config.decoding.sharing
     if sharing is Sharing.copy_on_write:
         return False
-    decodings = {trace_decoding.of(row) for row in trace.requests}
+    decodings = trace_decoding.different(trace)
     if all(each.mode is not Decoding.beam for each in decodings):
         return False
     if sharing is Sharing.tail_at_fork:
@@ -351,7 +358,7 @@ def _client_sends_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDe
 
 def _check_span(trace: Trace) -> None:
     """Check that the last request arrives within the range of the replay's clock; raises ConfigError."""
-    last_us = trace.requests[-1].arrival_us if trace.requests else 0
+    last_us = int(trace.columns.arrival_us.max(initial=0))
     if last_us * 1000 > LATEST_NS:
         raise ConfigError(
             "workload.request_rate",
@@ -379,21 +386,19 @@ def _oversize(point: Point) -> dict[int, str]:
 
 
 def _doubtful(point: Point) -> Sequence[TraceRequest]:
-    """The requests that must be looked at one by one: of a long trace those that exceed lengths that are known to fit.
+    """The requests that must be looked at one by one: those that exceed lengths that are known to fit.
 
     Where every request has one sequence, a shorter one needs no more tokens, blocks and slots.
     """
-    rows = point.trace.requests
-    plain = point.workload.trace_decoding.configured == RequestDecoding()
-    if len(rows) <= SHORT or not plain or names_widths(rows):
+    rows = point.trace.columns
+    if point.workload.trace_decoding.configured != RequestDecoding() or names_widths(point.trace):
         return rows
-    prompts = np.fromiter((row.prompt_tokens for row in rows), np.int64, len(rows))
-    outputs = np.fromiter((row.output_tokens for row in rows), np.int64, len(rows))
+    prompts, outputs = rows.prompt_tokens, rows.output_tokens
     prompt, output = (int(np.quantile(lengths, _USUAL)) for lengths in (prompts, outputs))
-    usual = revised(rows[0], lengths=(prompt, output), segments=(Segment(None, prompt),))
+    usual = TraceRequest(0, 0, prompt, output, (Segment(None, prompt),))
     if point.scheduler().never_fits(_request(point, usual)) is not None:
         return rows
-    return [rows[place] for place in np.flatnonzero((prompts > prompt) | (outputs > output))]
+    return rows.take(np.flatnonzero((prompts > prompt) | (outputs > output)))
 
 
 _USUAL = 0.995  # of the lengths
@@ -401,7 +406,7 @@ _USUAL = 0.995  # of the lengths
 
 def _all_fit(point: Point) -> bool:
     """Whether it is known, without a look at every request, that all fit; each has one sequence."""
-    hardest = _hardest(point.trace.requests)
+    hardest = _hardest(point.trace)
     lengths = tuple((row.prompt_tokens, row.output_tokens) for row in hardest)
     asked = (point.pool, id(point.deployment.cache), id(point.deployment.scheduler), lengths)
     if not hardest or asked in _FITTING:
@@ -422,18 +427,18 @@ _FITTING: dict[
 _MOST_REMEMBERED = 1 << 12
 
 
-def _front(requests: tuple[TraceRequest, ...]) -> tuple[TraceRequest, ...]:
-    """The requests that no other exceeds in both prompt and output; none of a long trace or of rows with own widths.
+def _front(trace: Trace) -> Sequence[TraceRequest]:
+    """The requests that no other exceeds in both prompt and output; none where rows have widths of their own.
 
     Where every request has one sequence, each needs no more tokens, blocks and slots than one of these.
     """
-    if len(requests) > SHORT or names_widths(requests):
+    if names_widths(trace):
         return ()
-    front: list[TraceRequest] = []
-    for row in sorted(requests, key=lambda row: (-row.prompt_tokens, -row.output_tokens)):
-        if not front or row.output_tokens > front[-1].output_tokens:
-            front.append(row)
-    return tuple(front)
+    rows = trace.columns
+    order = np.lexsort((-rows.output_tokens, -rows.prompt_tokens))
+    outputs = rows.output_tokens[order]
+    longest_before = np.maximum.accumulate(outputs) if len(order) else outputs
+    return rows.take(order[np.diff(longest_before, prepend=0) > 0])
 
 
 _hardest = PerObject(_front, most=64)
@@ -451,7 +456,7 @@ def _kind(point: Point, row: TraceRequest) -> str:
 
 def _refusal(point: Point, reasons: dict[int, str]) -> str:
     request_id, reason = next(iter(reasons.items()))
-    row = next(row for row in point.trace.requests if row.request_id == request_id)
+    row = point.trace.requests[int(np.flatnonzero(point.trace.columns.request_id == request_id)[0])]
     return (
         f"{len(reasons)} of {len(point.trace.requests)} requests can never fit; the first is request {request_id} "
         f"({row.prompt_tokens} prompt + {row.output_tokens} output tokens), which {reason}. Raise cache.pool_tokens "

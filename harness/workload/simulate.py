@@ -44,12 +44,11 @@ from harness.replay.loop import Observer, Progress, Replay
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
 from harness.workload.beam_requests import BeamClient
-from harness.workload.decoding import RequestDecoding
 from harness.workload.point import Point
 from harness.workload.scheduler import goes_singly
 from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
-from traces.trace import OPEN, TraceRequest
+from traces.trace import OPEN, Requests, TraceRequest
 
 LOADING_S, COMPILING_S = (
     1.0,
@@ -66,7 +65,7 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
     Raises:
         ConfigError: `replay.compiled=always`, but the point cannot be replayed by compiled code.
     """
-    mode, rows = point.replay.compiled, point.trace.requests
+    mode, rows = point.replay.compiled, point.trace.columns
     if mode is Compiled.never or (mode is Compiled.auto and _is_small(point)):
         return ()
     reason = obstacle(point, cost)
@@ -100,7 +99,7 @@ _LEFT_TO_CORE: list[float] = []  # CPU-seconds of each replay that could have be
 
 def _seconds_in_core(point: Point) -> float:
     """CPU-seconds that the policy core takes for a request, roughly."""
-    decodings = _decodings(point)
+    decodings = point.workload.decodings
     if any(decoding.mode is Decoding.beam for decoding in decodings):
         return BEAMS_S
     if point.pool.groups is not None:
@@ -110,10 +109,6 @@ def _seconds_in_core(point: Point) -> float:
     if any(decoding.width > 1 for decoding in decodings):
         return SAMPLES_S
     return SHARED_S if point.may_share else PLAIN_S
-
-
-def _decodings(point: Point) -> set[RequestDecoding]:
-    return {point.workload.trace_decoding.of(row) for row in point.trace.requests}
 
 
 def check_compiled(point: Point) -> None:
@@ -163,14 +158,15 @@ def _named_blocks(point: Point) -> BlockNames | None:
     """Names for the blocks that several requests may share; None where none may."""
     if not point.may_share:
         return None
-    return BlockNames.of(((row.segments, row.salt) for row in point.trace.requests), point.pool.block_size)
+    rows = point.trace.columns
+    return BlockNames.of(rows.segments, rows.values("salt"), point.pool.block_size)
 
 
 def _branches(point: Point, cost: CostModel) -> Branches | None:
     """Widths of the requests, and the model of their beams; None where each is a greedy request of one branch."""
-    decodings = [point.workload.trace_decoding.of(row) for row in point.trace.requests]
-    if all(each.width == 1 and each.mode is Decoding.greedy for each in decodings):
+    if all(each.width == 1 and each.mode is Decoding.greedy for each in point.workload.decodings):
         return None
+    decodings = point.workload.trace_decoding.of_all(point.trace)
     genealogy = point.workload.genealogy(cost.source)
     assert isinstance(genealogy, BeamGenealogy)
     beam, drawn = (
@@ -196,25 +192,25 @@ def _places_before(rows: Sequence[TraceRequest]) -> list[set[int]]:
 
 
 def plain_requests(
-    rows: Sequence[TraceRequest],
+    rows: Requests,
     names: BlockNames | None = None,
     branches: Branches | None = None,
     waiting: Waiting | None = None,
 ) -> PlainRequests:
     """Ids, arrivals and lengths of `rows` as arrays, with the names of their shared blocks and their branches."""
     return PlainRequests(
-        _column([row.request_id for row in rows]),
-        _column([row.arrival_us for row in rows]) * 1000,
-        _column([row.prompt_tokens for row in rows]),
-        _column([row.output_tokens for row in rows]),
+        rows.request_id,
+        rows.arrival_us * 1000,
+        rows.prompt_tokens,
+        rows.output_tokens,
         names,
         branches,
         waiting,
-        _column([row.priority for row in rows]),
+        _column(rows.values("priority")),
     )
 
 
-def _column(values: list[int]) -> IntArray:
+def _column(values: Sequence[int]) -> IntArray:
     return np.array(values, dtype=np.int64)
 
 
@@ -229,7 +225,7 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
         pool.block_size,
         pool.prefix_caching and cache.retention is Retention.lru,
         cache.host_tokens // pool.block_size,
-        _keeping(cache, point.trace.requests, pool.block_size),
+        _keeping(cache, point.trace.columns, pool.block_size),
         pool.window,
         _grouping(point),
     )
@@ -239,7 +235,7 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
 
 def _drafts(point: Point, cost: CostModel) -> Drafts | None:
     """The drafts of every request; None where they have none."""
-    found = next((each.speculation for each in _decodings(point) if each.speculation), None)
+    found = next((each.speculation for each in point.workload.decodings if each.speculation), None)
     return Drafts(found.tokens, point.workload.drawn.accepted(cost.source)) if found else None
 
 
@@ -249,14 +245,14 @@ def _grouping(point: Point) -> Grouping | None:
     return None if layout is None else Grouping(layout, cache.window_hits, cache.retention_interval)
 
 
-def _keeping(cache: CacheConfig, rows: Sequence[TraceRequest], block_size: int) -> Keeping | None:
+def _keeping(cache: CacheConfig, rows: Requests, block_size: int) -> Keeping | None:
     """The rule by which cached blocks are kept; None for the least recently released."""
     if cache.eviction == Eviction.lru:
         return None
     if cache.eviction == Eviction.priority:
-        rank = np.unique([-row.priority for row in rows], return_inverse=True)[1]
+        rank = np.unique([-priority for priority in rows.values("priority")], return_inverse=True)[1]
     else:
-        rank = np.array([row.session is not None for row in rows])
+        rank = np.array([session is not None for session in rows.values("session")])
     pinned = cache.pinned_tokens // block_size
     return Keeping(Eviction(cache.eviction), rank.astype(np.int64), cache.ttl_s, pinned)
 

@@ -360,5 +360,4 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
 
 
 def _at(trace: Trace, times_us: Sequence[int], sentence: str) -> Trace:
-    pairs = zip(trace.requests, times_us, strict=True)
-    return trace.changed(tuple(replace(row, arrival_us=at) for row, at in pairs), sentence)
+    return trace.changed(replace(trace.columns, arrival_us=np.array(times_us, dtype=np.int64)), sentence)

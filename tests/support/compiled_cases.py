@@ -45,6 +45,7 @@ from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import ATTENTION_FEATURES, FEATURES, Sight
 from harness.replay.folds import KeptLog
 from harness.replay.memory import Wastes
+from traces.trace import SegmentColumns
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -103,7 +104,7 @@ class Sharing:
     salts: list[str]
 
     def named(self, block_size: int) -> PlainRequests:
-        names = BlockNames.of(zip(self.segments, self.salts, strict=True), block_size)
+        names = BlockNames.of(SegmentColumns.of(self.segments), self.salts, block_size)
         return replace(self.requests, names=names)
 
 

@@ -20,6 +20,7 @@ from harness.metrics.compute import compute_metrics
 from harness.metrics.log import STEP_COLUMNS, RunLog
 from harness.metrics.record import compare
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
+from traces.trace import SegmentColumns
 
 POOL, MAX_LEN, STEPS, REQUESTS = 6144, 1024, 150, 24
 RUNS = 3
@@ -124,10 +125,12 @@ def _requests(point: Axes) -> Lengths:
     draw = np.random.default_rng(7)
     prompt = draw.integers(60, 500, REQUESTS)
     shared = (prompt * point.get("workload.prefix_share", 0.0)).astype(int)
-    segments = [
-        [(int(i) % 4, int(s)), (None, int(p - s))]
-        for i, (s, p) in enumerate(zip(shared, prompt, strict=True))
-    ]
+    segments = SegmentColumns.of(
+        [
+            [(int(i) % 4, int(s)), (None, int(p - s))]
+            for i, (s, p) in enumerate(zip(shared, prompt, strict=True))
+        ]
+    )
     width = point.get("decoding.beam_width", 1)
     return Lengths(prompt, draw.integers(20, 120, REQUESTS), segments=segments, width=width, beam=width > 1)
 

@@ -24,56 +24,72 @@ from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.trace import Segment, Trace
+from traces.trace import Ints, Segment, SegmentColumns, Trace
 
 _MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
 _NEVER = 1 << 60
 _Step = tuple[int, int, int, int]  # path before it, key, start, stop
 Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
-Ints = npt.NDArray[np.int64]
 
 
-class PrefixTree:
-    """All prompts seen so far, as paths of segments.
+def prompt_paths(prompts: SegmentColumns, roots: Ints | None = None) -> tuple[Ints, Ints]:
+    """How many leading tokens of each prompt an earlier one began with, and the path of its keyed segments.
 
-    A node is a path of exact segments. Two prompts that continue from a node with the same key are equal over the
-    shorter of the two lengths, and differ after it: different keys differ in their first token (except by chance in
-    small vocabularies).
+    Equal paths are equal prompts, up to the first segment without a key. Two prompts that go on from one path with the
+    same key are equal over the shorter of the two lengths, and differ after it: different keys differ in their first
+    token (except by chance in small vocabularies). Prompts of different `roots` share nothing.
     """
+    count = len(prompts.first) - 1
+    seen, path = np.zeros(count, np.int64), np.zeros(count, np.int64) if roots is None else roots.copy()
+    live, paths, depth = np.arange(count), int(path.max(initial=0)) + 1, 0
+    while True:
+        live = live[prompts.first[live] + depth < prompts.first[live + 1]]
+        live = live[prompts.is_keyed[prompts.first[live] + depth]]
+        if not len(live):
+            return seen, path
+        place = prompts.first[live] + depth
+        tokens = prompts.tokens[place]
+        pair = _numbered(path[live], prompts.key[place])
+        seen[live] += np.minimum(tokens, _longest_before(pair, tokens))
+        path[live] = paths + _numbered(pair, tokens)
+        paths, depth = paths + len(live), depth + 1
 
-    def __init__(self) -> None:
-        self._longest: dict[tuple[int, int], int] = {}  # (node, key) -> tokens of the longest segment seen
-        self._children: dict[tuple[int, int, int], int] = {}  # (node, key, tokens) -> node
 
-    def seen_tokens(self, prompt: Iterable[Segment]) -> int:
-        """Leading tokens of a prompt that an earlier one began with. Then remembers this prompt."""
-        node, seen = 0, 0
-        for key, tokens in prompt:
-            if key is None:
-                break
-            known = self._longest.get((node, key), 0)
-            seen += min(known, tokens)
-            if known < tokens:
-                self._longest[node, key] = tokens
-            node = self._children.setdefault((node, key, tokens), len(self._children) + 1)
-        return seen
+def _numbered(first: Ints, second: npt.NDArray[Any]) -> Ints:
+    """A number for each pair, equal for equal ones, from 0."""
+    order = np.lexsort((second, first))
+    is_new = (np.diff(first[order], prepend=-1) != 0) | (second[order] != np.roll(second[order], 1))
+    numbers = np.empty(len(first), np.int64)
+    numbers[order] = np.cumsum(is_new) - 1
+    return numbers
+
+
+def _longest_before(group: Ints, tokens: Ints) -> Ints:
+    """The most tokens of an earlier one of the same group; 0 where there is none."""
+    order = np.argsort(group, kind="stable")
+    above = group[order] * (int(tokens.max()) + 1)
+    longest = np.maximum.accumulate(above + tokens[order]) - above
+    found = np.empty_like(tokens)
+    found[order] = np.where(np.diff(group[order], prepend=-1) != 0, 0, np.roll(longest, 1))
+    return found
 
 
 def shared_prefix_tokens(trace: Trace) -> list[int]:
     """For each request, the leading prompt tokens that it shares with some earlier request of the trace."""
-    tree = PrefixTree()
-    return [tree.seen_tokens(request.segments) for request in trace.requests]
+    found: list[int] = prompt_paths(trace.columns.segments)[0].tolist()
+    return found
 
 
 def realised_prefix_share(trace: Trace) -> float:
     """Share of all prompt tokens (0 to 1) that an unlimited, token-exact prefix cache has seen before."""
-    total = sum(request.prompt_tokens for request in trace.requests)
-    return sum(shared_prefix_tokens(trace)) / total if total else 0.0
+    total = int(trace.columns.prompt_tokens.sum())
+    return int(prompt_paths(trace.columns.segments)[0].sum()) / total if total else 0.0
 
 
 class PrefixPaths:
@@ -97,7 +113,7 @@ class PrefixPaths:
     def extents(self, index: int, block_size: int, partial_block: bool = False) -> list[Extent]:
         """The full blocks of request number `index`, in order, then its partial block if `partial_block`."""
         extents, done = [], 0
-        prompt_tokens = self.trace.requests[index].prompt_tokens
+        prompt_tokens = int(self.trace.columns.prompt_tokens[index])
         for name, stop in self._ends[index]:
             blocks = stop // block_size - done
             if blocks:

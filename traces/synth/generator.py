@@ -11,7 +11,7 @@ in the next prompt.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -34,7 +34,7 @@ from traces.synth.tables import (
     text_tokens,
     zipf_place,
 )
-from traces.trace import AFTER, CONTENT, Segment, Trace, TraceHeader, TraceRequest, new_request
+from traces.trace import AFTER, CONTENT, Requests, Segment, SegmentColumns, Trace, TraceHeader, TraceRequest
 
 CHAT = "chat"
 _STARTS = ArrivalProcess("poisson", 0.2)
@@ -211,7 +211,7 @@ def generate_trace(
         return _chat(num_requests, seed, arrivals, sharing)
     chosen = load_table(table)
     process = arrivals or chosen.arrivals.process()
-    requests = _lengths_only(chosen, process, num_requests, seed)
+    requests: Sequence[TraceRequest] = _lengths_only(chosen, process, num_requests, seed)
     model = sharing or chosen.sharing()
     specification: dict[str, object] = {"table": chosen.specification(), "seed": seed}
     quality = dict(chosen.quality())
@@ -226,19 +226,14 @@ def generate_trace(
     return Trace(_header(table, chosen.licence, specification, quality, num_requests, seed), requests)
 
 
-def _lengths_only(
-    table: CalibrationTable, process: ArrivalProcess, count: int, seed: int
-) -> tuple[TraceRequest, ...]:
+def _lengths_only(table: CalibrationTable, process: ArrivalProcess, count: int, seed: int) -> Requests:
     first, second = uniform(seed, _PROMPTS, count), uniform(seed, _OUTPUTS, count)
     if table.copula:
         second = correlated(first, second, table.prompt_output_spearman)
     drawn = table.prompt_tokens.quantile(first), table.output_tokens.quantile(second)
-    lengths = [np.maximum(np.rint(side), 1).astype(np.int64).tolist() for side in drawn]
-    columns = zip(process.times_us(count, seed), *lengths, strict=True)
-    return tuple(
-        new_request(number, arrival_us, prompt, output, (Segment(None, prompt),))
-        for number, (arrival_us, prompt, output) in enumerate(columns)
-    )
+    prompts, outputs = (np.maximum(np.rint(side), 1).astype(np.int64) for side in drawn)
+    times = np.array(process.times_us(count, seed), dtype=np.int64)
+    return Requests(np.arange(count), times, prompts, outputs, SegmentColumns.private(prompts))
 
 
 def _chat(

@@ -8,7 +8,7 @@ any block size, so these traces show the effect of the block size on hits.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
@@ -66,8 +66,8 @@ class FixedPrefix:
 
 
 def share_prompts(
-    requests: tuple[TraceRequest, ...], sharing: PrefixSharing | FixedPrefix, seed: int
-) -> tuple[TraceRequest, ...]:
+    requests: Sequence[TraceRequest], sharing: PrefixSharing | FixedPrefix, seed: int
+) -> Sequence[TraceRequest]:
     """The same requests with shared beginnings. Draws depend on (seed, request_id) only.
 
     Lengths of shared texts follow the mean prompt of the first 1,000 requests, so more requests do not change them.

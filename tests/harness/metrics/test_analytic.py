@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from harness.metrics import METRICS
 from harness.metrics import analytic as forms
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics, ideal_hit_tokens
+from traces.trace import SegmentColumns
 
 REQUESTS = st.lists(st.tuples(st.integers(1, 90), st.integers(2, 60)), min_size=1, max_size=6)
 
@@ -15,6 +16,12 @@ REQUESTS = st.lists(st.tuples(st.integers(1, 90), st.integers(2, 60)), min_size=
 def lengths(*requests: tuple[int, int], **options) -> Lengths:
     prompt, output = np.array(requests, dtype=np.int64).T
     return Lengths(prompt, output, **options)
+
+
+def ideal_hits(prompts: list[tuple[int, list[tuple[int | None, int]]]], block_size: int) -> int:
+    tokens = np.array([tokens for tokens, _ in prompts], dtype=np.int64)
+    segments = SegmentColumns.of([segments for _, segments in prompts])
+    return ideal_hit_tokens(Lengths(tokens, np.ones_like(tokens), segments), block_size)
 
 
 def every_step(given_lengths: Lengths):
@@ -99,17 +106,17 @@ def test_final_internal_slots_ignore_the_token_that_is_never_fed_back():
 
 def test_ideal_hits_stop_one_token_short_of_the_prompt():
     prompts = [(48, [(7, 48)]), (48, [(7, 48)])]
-    assert ideal_hit_tokens(prompts, 16) == 32
+    assert ideal_hits(prompts, 16) == 32
 
 
 def test_ideal_hits_are_whole_blocks_of_the_common_prefix():
     prompts = [(100, [(1, 40), (None, 60)]), (100, [(1, 50), (None, 50)]), (100, [(2, 40), (None, 60)])]
-    assert ideal_hit_tokens(prompts, 16) == 32
+    assert ideal_hits(prompts, 16) == 32
 
 
 def test_nothing_is_shared_behind_a_difference():
     prompts = [(64, [(1, 32), (2, 32)]), (64, [(9, 32), (2, 32)]), (80, [(1, 16), (2, 64)])]
-    assert ideal_hit_tokens(prompts, 16) == 16
+    assert ideal_hits(prompts, 16) == 16
 
 
 @given(
@@ -128,18 +135,18 @@ def test_ideal_hits_equal_those_of_a_cache_of_token_prefixes(prompts, block):
         expected += hit * block
         seen.update(names)
     asked = [(sum(t for _, t in segments) + 1, [*segments, (None, 1)]) for segments in prompts]
-    assert ideal_hit_tokens(asked, block) == expected
+    assert ideal_hits(asked, block) == expected
 
 
 def test_work_is_what_the_cache_does_not_hold():
-    workload = lengths((48, 3), (48, 3), width=2, segments=[[(7, 48)], [(7, 48)]])
+    workload = lengths((48, 3), (48, 3), width=2, segments=SegmentColumns.of([[(7, 48)], [(7, 48)]]))
     figures = analytic_metrics(workload, CacheShape(16))
     assert figures["hit_tokens"] == 32
     assert figures["computed_tokens"] == 2 * (48 + 2 * 2) - 32
 
 
 def test_prefix_caching_off_finds_nothing():
-    workload = lengths((48, 3), (48, 3), segments=[[(7, 48)], [(7, 48)]])
+    workload = lengths((48, 3), (48, 3), segments=SegmentColumns.of([[(7, 48)], [(7, 48)]]))
     assert analytic_metrics(workload, CacheShape(16, prefix_caching=False))["hit_tokens"] == 0
 
 

@@ -27,7 +27,7 @@ from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT
 from harness.twin.settings import EngineSettings
 from harness.twin.trust import bands_of_log, errors_by_part
 from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs
-from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest, revised
+from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 GPU = DeviceConfig(
     name="some_gpu",
@@ -154,7 +154,7 @@ def test_the_log_of_an_engine_s_queue_says_nothing_about_the_front_end() -> None
 def test_a_log_of_a_capped_client_is_fitted_as_its_client_sent_it(client: Client) -> None:
     crowd = workload()
     at = 0 if client.kind is ClientKind.closed else None
-    rows = tuple(revised(row, arrival_us=at) for row in crowd.requests)
+    rows = tuple(replace(row, arrival_us=at) for row in crowd.requests)
     log = planted(TRUE, trace=crowd.changed(rows, "sent by another client", client=client))
     fit = fit_device(log, config(), first=40)
     assert abs(fit.before.tpot_p50) > 0.15
