@@ -3,12 +3,9 @@
 Points with the same trace settings share one trace in memory.
 """
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.memory import GENERATED
 from harness.config.schema import ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
-from harness.console import remark
 from harness.replay.arrivals import (
     Arrivals,
     Capped,
@@ -81,7 +77,6 @@ _KEYS = {
     "sharing": "trace.sharing",
     "tokenizer": "trace.tokenizer",
 }
-_SLOW_TO_DRAW, _SECONDS_TO_DRAW = 200_000, 1.5e-5  # seconds a request: 1.5 CPU-seconds for 100,000
 
 
 def reshaped_trace(config: RunConfig) -> Trace:
@@ -102,8 +97,7 @@ def reshaped_trace(config: RunConfig) -> Trace:
             workload.request_rate,
             workload.seed,
         )
-        with _uncollected():
-            return _RESHAPED.get(reshaping, lambda: _reshaped(*reshaping))
+        return _RESHAPED.get(reshaping, lambda: _reshaped(*reshaping))
     except TraceError as error:
         raise ConfigError("trace.path" if trace.path else "trace.name", str(error)) from error
     except ParameterError as error:
@@ -124,17 +118,6 @@ def shared_as_asked(trace: Trace, config: RunConfig) -> Trace:
         return share_prefixes(trace, workload.prefix_share, *drawn)
     except ParameterError as error:
         raise ConfigError(_KEYS[error.parameter], error.reason) from error
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No search for cycles while requests are made, which have none: it would take a third of the time."""
-    restore = gc.enable if gc.isenabled() else gc.disable
-    gc.disable()
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _source_key(config: RunConfig) -> tuple[Any, ...]:
@@ -200,7 +183,7 @@ class RecentTraces:
         return trace
 
 
-_SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_000)  # some 200 MB
+_SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_000)
 
 
 def _reshaped(
@@ -224,8 +207,6 @@ def _taken(source: tuple[Any, ...], num_requests: int | None) -> Trace:
     format_, name, path, _, (ticks, on_error, sort, tokenizer, seed), arrivals, sharing = source
     if format_ is TraceFormat.generated:
         count = num_requests or GENERATED
-        if count >= _SLOW_TO_DRAW and parent_process() is None:  # a worker draws what was announced before
-            remark(f"drawing {count:,} requests of {name}: about {count * _SECONDS_TO_DRAW:,.0f} s")
         return generate_trace(name, num_requests=count, seed=seed, arrivals=arrivals, sharing=sharing)
     return read_trace(
         path,

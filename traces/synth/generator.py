@@ -171,7 +171,7 @@ _PROMPTS, _OUTPUTS = 1, 2  # stream numbers; changing one changes every generate
 GENERATORS = (*TABLES, CHAT)
 
 
-MOST_REQUESTS = 10**7  # of one trace, which is in memory as a whole: about a kilobyte each
+MOST_REQUESTS = 10**7  # of one trace, which is in memory as a whole: some 100 bytes each, while it is drawn
 
 
 def correlated(first: Floats, second: Floats, spearman: float) -> Floats:
