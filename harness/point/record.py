@@ -51,6 +51,7 @@ def make_record(
     if levels:
         errors = {row["metric"]: row["error"] for row in comparison if row["error"] is not None}
         levels["free_running"] = errors
+    salts = dict(zip(trace.columns.request_id.tolist(), trace.columns.values("salt"), strict=True))
     return PointRecord(
         name=point.name,
         trace={
@@ -74,7 +75,7 @@ def make_record(
         },
         analytic=analytic,
         simulated=simulated.metrics,
-        tenants=tenants_of_sides(logs, {row.request_id: row.salt for row in trace.requests}),
+        tenants=tenants_of_sides(logs, salts),
         measured={
             "runs": [dict(run) for run in measured],
             "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},
