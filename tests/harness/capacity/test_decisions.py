@@ -1,12 +1,14 @@
-"""One question, one answer: `advise` and `capacity` agree, replays confirm them, and vLLM takes the printed line."""
+"""One question, one answer: `advise`, `capacity`, `run` and `twin` agree, replays confirm, and vLLM takes the line."""
 
 import json
 import os
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.capacity import highest_rate
@@ -19,10 +21,19 @@ from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
 from harness.config.schema import Compiled, RunConfig
 from harness.config.values import replaced
+from harness.point import PointSession
 from harness.point.cost import cost_model
+from harness.sweep.plan import plan_sweep, run_request
+from harness.twin.configured import configured
+from harness.twin.fit import trace_bytes
+from harness.twin.prediction import predictor
+from harness.twin.reading import read_engine_log
+from harness.twin.what_ifs import FIGURES, WhatIf, what_ifs
+from harness.workload.deployment import settings_text
 from harness.workload.point import resolve
 from harness.workload.simulate import obstacle, predict
 from traces.reshape import repeated, set_rate
+from traces.trace import Trace
 
 pytestmark = pytest.mark.nightly
 ROOT = Path(__file__).parents[3]
@@ -107,6 +118,40 @@ def asked_case(asked: Asked, folder: Path) -> LoadCase:
     return case_of(source, words, parse_slo(asked.slo), asked.requests).case
 
 
+def by_run(asked: Asked, case: LoadCase, trace: Trace, folder: Path) -> Mapping[str, float]:
+    """The figures of `run` for the requests and the deployment of a case, each as a file that a user would have."""
+    (folder / "load.jsonl").write_bytes(trace_bytes(trace))
+    (folder / "deployment.yaml").write_text(settings_text(case.config))
+    words = (
+        f"deployment={folder / 'deployment.yaml'}",
+        "trace=pagetwin",
+        f"trace.path={folder / 'load.jsonl'}",
+    )
+    sent = (word for word in asked.words if word.startswith("replay."))
+    session = PointSession()
+    request = run_request((*words, "workload=as_recorded", "replay.mode=trace", "measure=false", *sent))
+    (planned,) = plan_sweep(request, session).points
+    return session.run_point(planned.config).record.simulated
+
+
+def by_twin(asked: Asked, case: LoadCase, trace: Trace, folder: Path) -> WhatIf:
+    """What `twin` predicts, without a fit, for the log that this deployment would have left."""
+    folder.mkdir()
+    point = resolve(case.config, case.recorded).of_trace(trace)
+    requests = predict(point, cost_model(point.deployment), rows=True).log.requests
+    columns = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "finish_s")
+    order = np.argsort(requests["arrival_s"], kind="stable")
+    rows = zip(*(requests[name][order].tolist() for name in columns), strict=True)
+    lines = [",".join(map(repr, row)) for row in rows]
+    head = ",".join(columns).replace("finish_s", "last_token_s")
+    (folder / "requests.csv").write_text("\n".join([head, *lines]) + "\n")
+    (folder / "workload.jsonl").write_bytes(trace_bytes(trace))
+    log = read_engine_log(folder)
+    sent = tuple(word for word in asked.words if word.startswith("replay."))
+    config = configured(log, (f"deployment={folder.parent / 'deployment.yaml'}", *sent)).config
+    return what_ifs(log, config, predictor(config, log.workload)(config.device), [])[0]
+
+
 def holds(case: LoadCase, config: RunConfig, rate: float, copies: int) -> bool:
     """Whether the SLO holds in a replay of all requests with these settings, `copies` times one after the other."""
     point = resolve(config, case.recorded)
@@ -129,10 +174,32 @@ def holds(case: LoadCase, config: RunConfig, rate: float, copies: int) -> bool:
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_answers_agree_and_a_replay_confirms_them(name: str, tmp_path: Path) -> None:
+def test_every_command_predicts_the_same_of_a_case(name: str, tmp_path: Path) -> None:
+    """`run` the very figures of `advise`, `twin` the same within the bands that it states."""
     asked = TABLE[name]
     case = asked_case(asked, tmp_path)
+    trial = case.run(rate=None if case.held_back else case.rate)
+    if sum(trial.outcome.values()) != len(case.trace.requests):
+        trial = replace(case, requests=len(case.trace.requests), made=[], _parts={}).run(busiest=False)
+    trace = case.trace
+    swept = by_run(asked, case, trace, tmp_path)
+    assert {each: swept[each] for each in FIGURES} == pytest.approx(
+        {each: trial.metrics[each] for each in FIGURES}
+    )
+    twin = by_twin(asked, case, trace, tmp_path / "log")
+    assert twin.bands
+    assert [each for each, band in twin.bands.items() if not band.holds(swept[each])] == []
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_answers_agree_and_a_replay_confirms_them(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    asked = TABLE[name]
+    case = asked_case(asked, tmp_path)
+    began = time.process_time()
     advice = advise(case, lambda what: None)
+    took_s = time.process_time() - began
     scope = case.scope
     assert scope.requests == scope.simulated + sum(count for count, _ in scope.left_out.values())
     assert (advice.answer is not None) == asked.finds_rate
@@ -147,7 +214,10 @@ def test_answers_agree_and_a_replay_confirms_them(name: str, tmp_path: Path) -> 
     assert advice.answer.good is not None
     copies = max(1, round(sum(advice.answer.good.outcome.values()) / len(case.trace.requests)))
     assert holds(case, config, rate, copies)
+    began = time.process_time()
     assert not holds(case, config, 1.3 * rate, copies)
+    replay_s = time.process_time() - began
+    record_property("advise", f"{took_s:.1f} CPU-s, {took_s / replay_s:.1f} replays of {replay_s:.1f} CPU-s")
 
 
 def test_vllm_takes_every_line_that_is_printed() -> None:
