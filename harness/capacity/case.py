@@ -75,12 +75,13 @@ class Scope:
     simulated_tokens: int
     left_out: Mapping[str, tuple[int, int]]
     window: str = ""
+    unread: str = ""  # of the file, in words
 
     def __str__(self) -> str:
         """The first line of every answer."""
         share = f"{_percent(self.simulated_tokens, self.tokens)} of the tokens"
         of_all = f"all {self.requests:,} requests"
-        if self.left_out:
+        if self.left_out or self.unread:
             of_all = f"{self.simulated:,} of {self.requests:,} requests with {share}"
         parts = [f"Simulated: {of_all}" + (f", {self.window}." if self.window else ".")]
         parts += [
@@ -89,6 +90,7 @@ class Scope:
             + f", {reason}."
             for reason, (count, tokens) in self.left_out.items()
         ]
+        parts += [f"These are {self.unread} (workload.num_requests)."] if self.unread else []
         return " ".join(parts)
 
 
@@ -227,10 +229,10 @@ class LoadCase:
         reasons = dict(self.served.trace.header.dropped) if self.served else {}
         kept = {row.request_id for row in served}
         lost = [row for row in whole.requests if row.request_id not in kept]
-        longest = self.longest
+        longest = self.longest if TOO_LONG in reasons or self.served is None else inf
         too_long = [row for row in lost if _tokens([row]) > longest]
         others = [row for row in lost if _tokens([row]) <= longest]
-        if too_long and (TOO_LONG in reasons or self.served is None):
+        if too_long:
             text = f"longer than the {longest:,} tokens that {self.config.model.name} takes here"
             left[text + self._who_takes(too_long)] = len(too_long), _tokens(too_long)
         if others:
@@ -240,7 +242,10 @@ class LoadCase:
         if len(rows) < len(served):
             left[NOT_SAMPLED] = len(served) - len(rows), _tokens(served) - _tokens(rows)
         every = len(whole.requests) + sum(whole.header.dropped.values())
-        return Scope(every, _tokens(whole.requests), len(rows), _tokens(rows), left, _window(simulated))
+        unread = next((one for one in whole.header.changes if one.startswith("the first ")), "")
+        return Scope(
+            every, _tokens(whole.requests), len(rows), _tokens(rows), left, _window(simulated), unread
+        )
 
     @property
     def longest(self) -> int:

@@ -78,6 +78,7 @@ def _run(arguments: Arguments) -> int:
     if flags.metrics:
         _scrape(flags, folder)
     log = read_engine_log(folder)
+    say(log.scope)
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
     if flags.check:
         return _check(flags, log, words, out)
@@ -124,7 +125,7 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     constants = (
         f"constants fitted to {fitted_from}" if fitted_from else "the constants of the device's description"
     )
-    say(f"Predicted: {len(log.requests):,} requests of {log.name}, with {constants}.")
+    say(f"Predicted with {constants}.")
     say(f"{'figure':34}  {'predicted':>20}  {'real':>9}")
     for row in rows:
         say(row.line(flags.tolerance))

@@ -326,8 +326,8 @@ def _source(source: Path, words: list[str]) -> _Source:
 
     log = read_engine_log(source)
     found = configured(log, words)
-    said = (log.client, *(f"{count:,} rows of the log: {why}." for why, count in log.dropped.items()))
-    return _Source(found.config, log.workload, (*said, *found.warnings), measured_figures(log))
+    said = (log.scope, log.client, *found.warnings)
+    return _Source(found.config, log.workload, said, measured_figures(log))
 
 
 def _of_trace(words: list[str]) -> _Source:

@@ -171,7 +171,9 @@ class PointRecord:
             parts += [f"{side}: {counts[k]} {k}" for k in ("rejected", "unfinished") if counts.get(k)]
         dropped = self.outcome.get("dropped") or 0
         dropped = sum(dropped.values()) if isinstance(dropped, Mapping) else dropped
-        return ", ".join([*parts, f"{dropped} dropped before the replay"] if dropped else parts)
+        why = ", ".join(f"{count:,} {reason}" for reason, count in (self.trace.get("dropped") or {}).items())
+        said = f"{dropped} dropped before the replay" + (f" ({why})" if why else "")
+        return ", ".join([*parts, said] if dropped else parts)
 
     @cached_property
     def rows(self) -> Mapping[str, MetricRow]:

@@ -114,7 +114,9 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
         trouble.append(
             f"NOT all requests finished at {_of_points(len(verdict.unfinished))}: {label}: {words}"
         )
-    return trouble or [f"Everything finished: {_of_points(verdict.points)}, all requests on every side."]
+    trouble = trouble or [f"Everything finished: {_of_points(verdict.points)}, all requests on every side."]
+    changes = (one for record in study.records for one in record.trace.get("changes") or ())
+    return [*dict.fromkeys(f"Of the trace: {one}." for one in changes if one.startswith(UNREAD)), *trouble]
 
 
 def answer(verdict: Verdict, records: Sequence[PointRecord]) -> str:
@@ -281,6 +283,7 @@ def _mape(errors: Mapping[str, Any] | None) -> float | None:
 
 
 _ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
+UNREAD = "the first "  # begins the change that says that a trace was not read whole
 _OLD_SHARING = (
     "of each prompt comes from one of"  # how a trace was shared when the setting was a part of each prompt
 )

@@ -137,6 +137,13 @@ class EngineLog:
     steps: LoggedSteps | None = None
 
     @property
+    def scope(self) -> str:
+        """What is simulated of what: the first line of every answer."""
+        rows = len(self.requests) + sum(self.dropped.values())
+        left = [f"Left out: {count:,}, {reason}." for reason, count in self.dropped.items()]
+        return " ".join([f"Simulated: {len(self.requests):,} of {rows:,} requests of {self.name}.", *left])
+
+    @property
     def lost(self) -> str:
         """What to say where requests that the engine served in part are not in the log's rows; empty where not."""
         dropped = {reason: count for reason, count in self.dropped.items() if reason != WRITTEN_TWICE}

@@ -69,10 +69,7 @@ def notes(twin: Twin) -> list[str]:
     found += [*twin.log.notes, *twin.configured.notes]
     if twin.fit is not None and twin.fit.said:
         found.append(twin.fit.said)
-    found += [
-        f"{count:,} rows of the log are not in the twin: {reason}."
-        for reason, count in twin.log.dropped.items()
-    ]
+    found.append(twin.log.scope)
     if traffic_of(twin.config, twin.log.workload.header.client).waits is None:
         found.append(
             "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
