@@ -17,7 +17,7 @@ import numpy as np
 from scipy import stats
 
 from harness.capacity.case import LOST, LoadCase
-from harness.capacity.slo import Slo, broken_goals
+from harness.capacity.slo import Goal, Slo, broken_goals
 from harness.config.errors import UserError
 from harness.metrics import METRICS
 from harness.metrics.log import FloatArray, IntArray
@@ -140,32 +140,56 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
 
 def _said(grid: _Grid, slo: Slo, found: Tuned) -> list[str]:
     first, best = LoadCase(grid.points[0].config, slo), grid.points[found.place]
-    figures = {
-        goal.metric: median(one[goal.metric] for one in grid.runs[found.place] if goal.metric in one)
-        for goal in slo
-    }
-    shown = ", ".join(f"{name} {digits(value)} {METRICS[name].unit}" for name, value in figures.items())
+    figures = _medians(grid, slo, found.place)
+    shown = ", ".join(f"{name} {_figure(name, value)}" for name, value in figures.items())
     broken = ", ".join(map(str, broken_goals(slo, figures)))
     total = len(grid.points)
     engine = "vLLM" if grid.points[0].config.engine.on_vllm else "PageTwin's engine"
+    worst = max(slo, key=lambda goal: goal.share(figures))
     lines = [
         str(first.scope),
         f"Best of {total} cells, {len(found.cells)} of them measured on {engine}: {best.label}: {shown}"
         + (f". It does not hold {broken}." if broken else "."),
-        f"Regret: it may be up to {100 * found.regret:.1f} % worse than the best of all {total} cells (in "
-        f"{100 * SURE:.0f} of 100 cases less); two equal cells differ by up to {100 * found.noise:.1f} % here.",
+        f"Regret: {regret_words(found, worst)} that of the best of all {total} cells. Two cells that are equal differ "
+        f"by up to {100 * found.noise:.1f} % when they are measured.",
     ]
     if not found.known:
         lines.append("That is more than the noise: measure more cells, or write fewer.")
     if grid.refused:
         lines.append(f"Left out: {grid.refused} cells at which requests are not served.")
-    for cell in found.cells:
-        predicted, runs = score(slo, grid.predicted[cell.place]), median(cell.runs)
-        lines.append(
-            f"  {grid.points[cell.place].label}: {runs:.4g} of the bound, predicted {predicted:.4g} "
-            f"({100 * (predicted / runs - 1):+.1f} %)"
-        )
+    lines += [
+        f"  {grid.points[at].label}: {_beside(grid, slo, at)}" for at in (one.place for one in found.cells)
+    ]
     return lines
+
+
+def regret_words(found: Tuned, goal: Goal) -> str:
+    """How much worse than the best cell the chosen one may be, in its figure of a goal, without the last words."""
+    worse = found.regret if goal.upper else found.regret / (1 + found.regret)
+    side = "above" if goal.upper else "below"
+    return f"in {100 * SURE:.0f} of 100 cases its {goal.metric} is at most {100 * worse:.1f} % {side}"
+
+
+def _medians(grid: _Grid, slo: Slo, place: int) -> dict[str, float]:
+    """The median of each figure of the SLO over the runs of a cell."""
+    names = dict.fromkeys(goal.metric for goal in slo)
+    found = {name: [run[name] for run in grid.runs[place] if name in run] for name in names}
+    return {name: median(values) for name, values in found.items() if values}
+
+
+def _beside(grid: _Grid, slo: Slo, place: int) -> str:
+    """Each figure of the SLO at a cell, measured and predicted."""
+    predicted = grid.predicted[place]
+    return "; ".join(
+        f"{name} {_figure(name, value)}, predicted {_figure(name, predicted[name])} "
+        f"({100 * (predicted[name] / value - 1):+.1f} %)"
+        for name, value in _medians(grid, slo, place).items()
+        if name in predicted and value
+    )
+
+
+def _figure(name: str, value: float) -> str:
+    return f"{digits(value)} {METRICS[name].unit}"
 
 
 def tune(

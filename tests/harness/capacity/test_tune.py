@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from harness.capacity.slo import parse_slo
-from harness.capacity.tune import Tuned, score, tune
+from harness.capacity.tune import Tuned, regret_words, score, tune
 from harness.cli.main import main
 from harness.cli.workload import case_of
 from harness.config.schema import ReplayMode
@@ -64,6 +64,14 @@ def test_a_value_that_is_worse_than_predicted_sends_the_search_elsewhere() -> No
     true = [each * (1.5 if axis == "a" else 1.0) for each, (axis, _) in zip(predicted, values, strict=True)]
     found = tune(values, predicted, lambda place: [true[place]] * 3, 8)
     assert values[found.place] == ("b", 0)
+
+
+def test_a_regret_of_throughput_is_a_share_of_what_the_best_cell_has() -> None:
+    """The score is a bound over the figure, so a regret of a quarter is four fifths of the best figure."""
+    found = Tuned(0, (), 0.25, 0.0)
+    (more,), (less,) = parse_slo("output_throughput>1"), parse_slo("e2e_p90<1")
+    assert regret_words(found, more) == "in 95 of 100 cases its output_throughput is at most 20.0 % below"
+    assert regret_words(found, less) == "in 95 of 100 cases its e2e_p90 is at most 25.0 % above"
 
 
 @pytest.mark.parametrize(
