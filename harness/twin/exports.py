@@ -137,7 +137,7 @@ def read_levels(file: SourceFile) -> rows.RequestLog:
     the file does not keep: the distribution over requests of a level is known, not which of them ran together.
     """
     document = rows.JsonDocument(file)
-    log = rows.RequestLog("inference-engine-benchmark-system", file)
+    log = rows.RequestLog("inference-engine-benchmark-system", file, assumes_pauses=True)
     scenario = document.object(("scenario_config",))
     requests = document.items(("requests",))
     with document.placed(("scenario_config",)):

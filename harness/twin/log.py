@@ -135,6 +135,9 @@ class EngineLog:
     notes: tuple[str, ...] = ()
     client: str = f"The client is {OPEN}."
     steps: LoggedSteps | None = None
+    assumes_pauses: bool = (
+        False  # of the client between an answer and its next turn, which the log does not tell
+    )
 
     @property
     def scope(self) -> str:

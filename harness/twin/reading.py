@@ -106,6 +106,7 @@ def _engine_log(folder: Path) -> EngineLog:
         (*notes, *_assumptions(times), *sharing),
         client.said,
         None if found.steps is None else found.steps.from_origin(origin),
+        log.assumes_pauses,
     )
 
 

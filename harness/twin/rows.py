@@ -70,6 +70,7 @@ class RequestLog:
     notes: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     block_tokens: int | None = None  # of an id of `hash_ids`, where the log says it
+    assumes_pauses: bool = False  # the log does not tell when a request was sent after the answer before it
 
     def add(self, row: LoggedRequest | str) -> None:
         """Keep a request, or count a row that is no finished request under its reason."""

@@ -17,6 +17,7 @@ from harness.twin.fit import (
     fit_log,
     fit_schedule,
     log_of_cached_prompts,
+    log_of_pauses,
     not_in,
     requests_to_fit,
     which,
@@ -27,7 +28,7 @@ from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT
 from harness.twin.settings import EngineSettings
 from harness.twin.trust import bands_of_log, errors_by_part
 from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs
-from traces.trace import CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import AFTER, CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 GPU = DeviceConfig(
     name="some_gpu",
@@ -278,6 +279,23 @@ def test_a_request_that_could_not_have_been_served_is_an_error_of_the_settings()
     wrong.cache.max_model_len = 500
     with pytest.raises(ConfigError, match="can never"):
         fit_device(planted(GPU, 50), wrong, first=40)
+
+
+def test_a_pause_that_a_log_does_not_tell_is_found_by_the_first_tokens_of_its_requests() -> None:
+    trace = workload(60)
+    rows = tuple(
+        replace(row, after=(row.request_id - 3,), release=AFTER, think_us=pause)
+        for row, pause in zip(trace.requests[3:], [3_000] * 57, strict=True)
+    )
+    true = trace.changed(
+        (*trace.requests[:3], *rows), "three conversations", client=Client(ClientKind.multi_turn)
+    )
+    assumed = tuple(replace(row, think_us=1_000) for row in rows)
+    log = planted(TRUE, trace=true)
+    told = log.workload.changed((*trace.requests[:3], *assumed), "pauses of 1 ms are assumed")
+    more_s, found = log_of_pauses(replace(log, workload=told), replace(config(), device=TRUE), np.arange(60))
+    assert more_s == 0.002
+    assert found.workload.requests == log.workload.requests
 
 
 def logged(running: Sequence[int]) -> EngineLog:
