@@ -300,21 +300,14 @@ class GroupedPool:
                 places = numbers - view.offset
                 view.forget(places[(places >= 1) & (places < view.ends.shape[1])])
 
-    def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Raises CoreError: nothing of a sequence is cut."""
-        raise CoreError("slots of a page became void: a cache with groups cuts nothing")
+    def copy(self, pairs: Sequence[tuple[int, ...]]) -> None:
+        """Refused, as are `poison_slots` and swaps: no page is shared, none is cut, and there is no host memory.
 
-    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises CoreError: there is no host memory."""
-        raise CoreError("pages are swapped out: a cache with groups swaps nothing")
+        Raises CoreError.
+        """
+        raise CoreError(f"{len(pairs)} pages to copy, swap or cut: a cache with groups does neither")
 
-    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Raises CoreError: there is no host memory."""
-        raise CoreError("pages are swapped in: a cache with groups swaps nothing")
-
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Raises CoreError: no two sequences of a request share a page."""
-        raise CoreError("pages are copied: a cache with groups copies nothing")
+    poison_slots = swap_out = swap_in = copy
 
     # -- the audit -----------------------------------------------------------------------------------------
 

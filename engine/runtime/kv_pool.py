@@ -45,45 +45,20 @@ def memory_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) ->
 
 
 class SlotMarks:
-    """One bool per KV slot, whether it was written: `[num_blocks + 1, block_size]`, and `[host_blocks, block_size]`.
+    """One bool per KV slot, whether it was written: `table` is `[num_blocks + 1, block_size]`."""
 
-    When a block is copied, swapped or cleared, call the method of that name, so that its marks follow.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int, host_blocks: int, device: torch.device) -> None:
+    def __init__(self, num_blocks: int, block_size: int, device: torch.device) -> None:
         # one more entry in front takes the marks of slot -1: of padded rows of a recorded step
         self._all = torch.zeros((num_blocks + 1) * block_size + 1, dtype=torch.bool, device=device)
-        self._marks = self._all[1:].view(num_blocks + 1, block_size)
-        self._host = torch.zeros(host_blocks, block_size, dtype=torch.bool)
+        self.table = self._all[1:].view(num_blocks + 1, block_size)
 
     def write(self, slots: torch.Tensor) -> None:
         """Mark slots `[tokens]` as written; slot -1 is ignored."""
         self._all.index_fill_(0, slots + 1, True)
 
-    def clear(self, blocks: torch.Tensor) -> None:
-        """Clear the marks of whole blocks."""
-        self._marks.index_fill_(0, blocks, False)
-
-    def clear_slots(self, slots: torch.Tensor) -> None:
-        """Clear the marks of single slots."""
-        self._all.index_fill_(0, slots + 1, False)
-
-    def copy(self, source: torch.Tensor, destination: torch.Tensor) -> None:
-        """Copy the marks of blocks; all sources are read before any destination is written."""
-        self._marks.index_copy_(0, destination, self._marks.index_select(0, source))
-
-    def swap_out(self, blocks: torch.Tensor, host: torch.Tensor) -> None:
-        """Copy the marks of blocks to host blocks."""
-        self._host.index_copy_(0, host, self._marks.index_select(0, blocks.to(self._marks.device)).cpu())
-
-    def swap_in(self, host: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Copy the marks of host blocks back to blocks."""
-        saved = self._host.index_select(0, host).to(self._marks.device)
-        self._marks.index_copy_(0, blocks.to(self._marks.device), saved)
-
     def count(self) -> int:
         """Number of marked slots in usable blocks."""
-        return int(self._marks[1:].sum())
+        return int(self.table[1:].sum())
 
 
 class KVPool:
@@ -121,15 +96,18 @@ class KVPool:
         for stack in self._stacks.values():
             stack.fill_(poison)
             stack[:, 0] = 0
+        self.marks = SlotMarks(num_blocks, block_size, device) if self.is_8bit else None
+        # What moves with a block, `[n, num_blocks + 1, block_size, heads, dim]`, and what is in a void slot.
+        self._voids: list[tuple[torch.Tensor, float]] = [(stack, poison) for stack in self._stacks.values()]
+        if self.marks is not None:
+            self._voids.append((self.marks.table[None, :, :, None, None], False))
         pinned = device.type == "cuda"  # so that copies need no intermediate buffer
-        self._host = {
-            shape: torch.empty(len(stack), host_blocks, *stack.shape[2:], dtype=stored, pin_memory=pinned)
-            for shape, stack in self._stacks.items()
-        }
-        for saved in self._host.values():
-            saved.fill_(poison)
-        self._poison = poison
-        self.marks = SlotMarks(num_blocks, block_size, host_blocks, device) if self.is_8bit else None
+        self._host = [
+            torch.empty(len(each), host_blocks, *each.shape[2:], dtype=each.dtype, pin_memory=pinned).fill_(
+                void
+            )
+            for each, void in self._voids
+        ]
         views = {shape: iter(stack.view(self.dtype).unbind(0)) for shape, stack in self._stacks.items()}
         caches = [next(views[shape]) for shape in wanted]
         self.keys, self.values = caches[0::2], caches[1::2]
@@ -151,45 +129,33 @@ class KVPool:
     def poison(self, blocks: Sequence[int]) -> None:
         """Set all slots of `blocks` to NaN."""
         index = torch.tensor(blocks, dtype=torch.int64, device=self.device)
-        for stack in self._stacks.values():
-            stack.index_fill_(1, index, self._poison)
-        if self.marks is not None:
-            self.marks.clear(index)
+        for each, void in self._voids:
+            each.index_fill_(1, index, void)
 
     def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Set slots `first … end - 1` of each (block, first, end) to NaN: their tokens were taken back."""
         slots = [block * self.block_size + slot for block, first, end in spans for slot in range(first, end)]
         index = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        for stack in self._stacks.values():
-            stack.flatten(1, 2).index_fill_(1, index, self._poison)
-        if self.marks is not None:
-            self.marks.clear_slots(index)
+        for each, void in self._voids:
+            each.flatten(1, 2).index_fill_(1, index, void)
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer to host memory; pairs (device block, host block)."""
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        for shape, stack in self._stacks.items():
-            saved = stack.index_select(1, source.to(self.device)).to("cpu")
-            self._host[shape].index_copy_(1, target, saved)
-        if self.marks is not None:
-            self.marks.swap_out(source, target)
+        for (each, _), host in zip(self._voids, self._host, strict=True):
+            host.index_copy_(1, target, each.index_select(1, source.to(self.device)).to("cpu"))
 
     def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of every layer back from host memory; pairs (host block, device block)."""
         source, target = torch.tensor(pairs, dtype=torch.int64).unbind(1)
-        for shape, stack in self._stacks.items():
-            saved = self._host[shape].index_select(1, source).to(self.device)
-            stack.index_copy_(1, target.to(self.device), saved)
-        if self.marks is not None:
-            self.marks.swap_in(source, target)
+        for (each, _), host in zip(self._voids, self._host, strict=True):
+            each.index_copy_(1, target.to(self.device), host.index_select(1, source).to(self.device))
 
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy (source, destination) blocks in every layer; all sources are read before any destination is written."""
         source, destination = torch.tensor(copies, dtype=torch.int64, device=self.device).unbind(1)
-        for stack in self._stacks.values():
-            copy_blocks(stack, source, destination)
-        if self.marks is not None:
-            self.marks.copy(source, destination)
+        for each, _ in self._voids:
+            copy_blocks(each, source, destination)
 
     def written_slots(self) -> int:
         """Number of written slots in usable blocks: finite first elements of layer 0's keys, or marks in 8 bits."""

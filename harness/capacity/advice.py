@@ -422,31 +422,25 @@ def tier_line(case: LoadCase, profile: ReuseProfile) -> str:
     By the hits of a least recently used cache of its size, requests one after the other. A tier that is filled as
     requests end has what the pool has too. Spared are the products with the weights; attention comes on top.
     """
-    deployment = deployment_of(case.config)
-    pool, minute = deployment.pool, 60 * (case.rate or 0.0) * profile.prompt_tokens / len(case.trace.requests)
-    block = pool.block_size * pool.kv_bytes_per_token / 2**30
+    deployment, rows = deployment_of(case.config), len(case.trace.requests)
+    pool, minute = deployment.pool, 60 * (case.rate or 0.0) * profile.prompt_tokens / rows
     spec, token_s = host_tier(deployment, 0), eviction_policy(deployment).facts.token_s
-    read_s = (spec.latency_s + spec.read_s) / pool.block_size
-    found = {}
-    for size in (2**power for power in range(16)):
-        found[size] = profile.hit_ratio(max(pool.num_blocks, int(size / block))) - profile.hit_ratio(
-            pool.num_blocks
-        )
-    enough = min(size for size, hits in found.items() if hits >= max(found.values()) - _WORTH_SAYING)
-    if found[enough] < _WORTH_SAYING:
+    read_s, held = (spec.latency_s + spec.read_s) / pool.block_size, profile.hit_ratio(pool.num_blocks)
+    per_gib = 2**30 / (pool.block_size * pool.kv_bytes_per_token)
+    gains = {2**n: profile.hit_ratio(max(pool.num_blocks, int(2**n * per_gib))) - held for n in range(16)}
+    enough = min(size for size, hits in gains.items() if hits >= max(gains.values()) - _WORTH_SAYING)
+    worth = {size: hits for size, hits in gains.items() if hits >= _WORTH_SAYING and size <= enough}
+    if not worth:
         return ""
     if read_s >= token_s:
         times = f"{read_s / token_s:.2g} times as long as computing"
         return f"A tier in host memory (--kv-offloading-size) does not pay: loading takes {times}."
     said = [
         f"{size} GiB {minute * hits * token_s:.2g} s for {minute * hits * read_s:.2g} s of loading"
-        for size, hits in found.items()
-        if hits >= _WORTH_SAYING and size <= enough
+        for size, hits in worth.items()
     ]
-    return (
-        f"A tier in host memory (--kv-offloading-size) saves, of prefill a minute: {', '.join(said[-4:])}; more than "
-        f"{enough} GiB no longer pays."
-    )
+    what = f"A tier in host memory (--kv-offloading-size) saves, of prefill a minute: {', '.join(said[-4:])}"
+    return f"{what}; more than {enough} GiB no longer pays."
 
 
 def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:

@@ -45,7 +45,6 @@ class Way(StrEnum):
     measured = "set measure=false to predict alone"
     measured_groups = "set measure=false to predict alone, or cache.groups=off"
     replicas = "leave it out, or set device.data_parallel=1"
-    tiers = "leave it out, or set cache.tier_tokens=0"
     client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
     ahead = "leave it out, or set scheduler.async_frees_at_once=true"
     no_cache = "use cache.policy=paged cache.prefix_caching=true"
@@ -348,7 +347,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.tier_tokens",
         lambda a: a.cache.tier_tokens or None,
-        {Way.groups: "tiers hold blocks of one block table", Way.replicas: _KEPT,
+        {Way.groups: "tiers hold blocks of one block table",
          Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
          Way.client: _UNKNOWN},
     ),
@@ -356,11 +355,6 @@ TABLE: tuple[Capability, ...] = (
         "cache.tier_tokens",
         lambda a: _if(a.copies_tiers, a.cache.tier_tokens or None),
         {Way.compiled: "the engine itself copies the blocks of a tier"},
-    ),
-    Capability(
-        "cache.tier_overlap",
-        lambda a: _if(a.copies_tiers, a.cache.tier_overlap or None),
-        {Way.tiers: "our engine copies before it computes, and so does a CPU, whose cores do both"},
     ),
     Capability(
         "cache.disk_tokens",
@@ -467,7 +461,6 @@ def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
     asked = asked_of(config)
     ways = {
         Way.groups: (config.cache.groups is not GroupPages.off, f"cache.groups={config.cache.groups}"),
-        Way.tiers: (config.cache.tier_tokens > 0, f"cache.tier_tokens={config.cache.tier_tokens}"),
         Way.measured: (config.measure, "measure=true"),
         Way.measured_groups: (
             config.measure and config.cache.groups is not GroupPages.off,

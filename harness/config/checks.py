@@ -88,6 +88,11 @@ def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
     if cache.tier_chunk not in (None, cache.block_size) and cache.tier_store is TierStore.evicted:
         reason = f"found {cache.tier_chunk} beside tier_store=evicted: the pool evicts single blocks"
         yield ConfigError("cache.tier_chunk", reason)
+    if cache.tier_tokens and cache.tier_overlap and (config.measure or config.device.name == "cpu"):
+        reason = (
+            "found true, but our engine copies before it computes, and a CPU's cores do both; leave it out"
+        )
+        yield ConfigError("cache.tier_overlap", reason)
     for key in ("tier_tokens", "disk_tokens"):
         if 0 < getattr(cache, key) < (cache.tier_chunk or cache.block_size):
             yield ConfigError(

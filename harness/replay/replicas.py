@@ -153,6 +153,7 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
         itl_weight=np.bincount(inverse, weights=weights, minlength=len(values)).astype(np.float64),
         span_s=max(log.span_s for log in logs),
         replicas=len(logs),
+        tiers={name: sum((log.tiers or {})[name] for log in logs) for name in logs[0].tiers or ()},
     )
 
 

@@ -56,7 +56,10 @@ _WINDOWS_KEPT = (
     "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
     "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
 )
-_TIERS = "writes to tiers take no time of a step and wait for a request's end, so their gain is an upper end"
+_TIERS = (
+    "copies beside a step take up to {:.1%} of the memory's bandwidth each way, which is not priced, and no step waits "
+    "for a write, so the gain of tiers is an upper end"
+)
 
 # The sampler of the profile run holds for each logit: bfloat16 (2), float32 (4), sorted (4), index of the sorted (8),
 # probability (4), sum of the sorted (4). FlashInfer's and Triton's samplers, which newer versions choose, take less.
@@ -492,6 +495,8 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         reason = f"{tokens} tokens hold no block of {size}; allowed: {size} or more"
         raise ConfigError("cache.pool_tokens", reason)
     slides = model.window is not None and model.window < longest
+    beside = cache.tier_tokens > 0 and not config.measure and config.device.name != "cpu"
+    taken = _TIERS.format(config.device.host_link_gbs / config.device.bandwidth_gbs)
     return PoolShape(
         policy=cache.policy,
         num_blocks=pages_of(groups, counts).num_pages if groups else tokens // size,
@@ -502,10 +507,7 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.sight,
-        note="; ".join(
-            [_WINDOWS_KEPT] * (slides and not groups)
-            + [_TIERS] * (cache.tier_tokens > 0 and not config.measure and config.device.name != "cpu")
-        ),
+        note="; ".join([_WINDOWS_KEPT] * (slides and not groups) + [taken] * beside),
         groups=groups,
         page_counts=counts if groups else (),
     )

@@ -291,7 +291,6 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     point = Point(deployment, workload, config.replay, config.oracle, config.name)
     for way, is_on, head in (
         (Way.client, resubmits, "beams that a client sends (decoding.sharing=prefix_cache)"),
-        (Way.tiers, config.cache.tier_tokens > 0, f"cache.tier_tokens={config.cache.tier_tokens}"),
         (Way.replicas, point.replicas > 1, f"device.data_parallel={point.replicas}"),
         (Way.vllm, deployment.measured and deployment.engine.on_vllm, "engine=vllm"),
         (

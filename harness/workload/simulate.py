@@ -41,6 +41,7 @@ from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecut
 from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay
+from harness.replay.memory import TierUse
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
 from harness.workload.beam_requests import BeamClient
@@ -384,13 +385,14 @@ def optimal_hit_tokens(point: Point, log: RunLog) -> int:
 def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> RunLog:
     """The same for data-parallel replicas on one clock."""
     env = simpy.Environment(initial_time=0)
-    schedulers = [point.observed_scheduler(lambda: int(env.now))[0] for _ in range(point.replicas)]
-    folds, recorders, replays = [], [], []
+    made = [point.observed_scheduler(lambda: int(env.now)) for _ in range(point.replicas)]
+    schedulers, folds, recorders, replays = [scheduler for scheduler, _ in made], [], [], []
     lockstep = point.deployment.shape.experts is not None
+    fast_forward = fast_forward and not lockstep and not goes_singly(point.deployment)
     arrivals = point.arrivals(point.requests())
     for lane, scheduler in zip(Balancer(arrivals, schedulers).lanes, schedulers, strict=True):
         live: dict[int, Request] = {}
-        executor = simulated_executor(point, cost, live, fast_forward=fast_forward and not lockstep)
+        executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
         folds.append(new_log(point))
         recorders.append(Recorder(folds[-1]))
         replay = Replay(
@@ -408,7 +410,8 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
         run_together(replays, env)
     for recorder in recorders:
         recorder.close()
-    return merged([fold.log() for fold in folds])
+    kept = ({each.field: each.value() for each in kept if isinstance(each, TierUse)} for _, kept in made)
+    return merged([fold.log(**beside) for fold, beside in zip(folds, kept, strict=True)])
 
 
 def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, PlanRecording]:

@@ -42,21 +42,17 @@ class Tier:
         self.spec = spec
         self.written = self.read = self.evicted = 0  # units
         self._policy = policy
-        self._slot: dict[BlockHash, int] = {}
+        self.slots: dict[BlockHash, int] = {}  # of what is here
         self._key: list[BlockHash | None] = []
         self._free: list[int] = []
         self._reading: dict[int, bool] = {}  # slots that the step under way reads: whether they are evicted
         policy.facts.num_blocks, policy.facts.hash_of = spec.units, self._key.__getitem__
 
     def __contains__(self, key: BlockHash) -> bool:
-        return key in self._slot
+        return key in self.slots
 
     def __len__(self) -> int:
-        return len(self._slot)
-
-    def slot(self, key: BlockHash) -> int:
-        """Where a unit lies, which must be here."""
-        return self._slot[key]
+        return len(self.slots)
 
     def hold(self, slots: Iterable[int]) -> None:
         """The step under way reads `slots`: until `settle`, nothing else comes there."""
@@ -69,7 +65,7 @@ class Tier:
 
     def touch(self, keys: Iterable[BlockHash], request: Request | None) -> None:
         """The units of `keys`, in the order of a prefix, are of use again, as far as they are here."""
-        slots = [self._slot[key] for key in keys if key in self._slot]
+        slots = [self.slots[key] for key in keys if key in self.slots]
         self._policy.reuse(slots, slots)
         self._policy.push(slots, Released(slots, 0, request))
 
@@ -79,11 +75,11 @@ class Tier:
         Units that are here already are of use again, and not written.
         """
         keys = list(dict.fromkeys(keys))[: self.spec.units]
-        known = [self._slot[key] for key in keys if key in self._slot]
+        known = [self.slots[key] for key in keys if key in self.slots]
         self._policy.reuse(known, known)
-        room = self.spec.units - len(self._slot)
+        room = self.spec.units - len(self.slots)
         lost = self._evict(max(0, len(keys) - len(known) - room))
-        slots = [self._slot[key] if key in self._slot else self._enter(key) for key in keys]
+        slots = [self.slots[key] if key in self.slots else self._enter(key) for key in keys]
         self._policy.push(slots, Released(slots, 0, request))
         return lost
 
@@ -94,7 +90,7 @@ class Tier:
         else:
             slot = len(self._key)
             self._key.append(key)
-        self._slot[key] = slot
+        self.slots[key] = slot
         self.written += 1
         return slot
 
@@ -102,7 +98,7 @@ class Tier:
         lost: list[BlockHash] = []
         for slot in self._policy.pop(count):
             key = self._key[slot]
-            del self._slot[key]
+            del self.slots[key]
             lost.append(key)
             self._key[slot] = None
             if slot in self._reading:
@@ -119,7 +115,7 @@ class Tier:
     def check(self) -> None:
         """Raise InvariantError unless keys, slots, the order of eviction and the counters agree."""
         stored = {slot: key for slot, key in enumerate(self._key) if key is not None}
-        if stored != {slot: key for key, slot in self._slot.items()}:
+        if stored != {slot: key for key, slot in self.slots.items()}:
             raise InvariantError(f"tier {self.spec.name}: keys and slots do not agree")
         if sorted(self._policy.blocks()) != sorted(stored) or len(self._policy) != len(stored):
             raise InvariantError(
@@ -162,7 +158,6 @@ class TierCounts:
     """What tiers did in a run: blocks, and seconds."""
 
     hit_blocks: list[int]  # of use, by tier
-    declined_blocks: int = 0  # found, and computed again because that is quicker
     load_s: float = 0.0  # reading
     saved_s: float = 0.0  # computing that reading has spared
     write_s: float = 0.0
@@ -320,7 +315,7 @@ class Tiers:
         for part in hit.parts if self._copies is not None else ():
             if part.tier == 0:
                 start = (len(hit.pool) + place) % self.chunk
-                units = [self.tiers[0].slot(key) * self.chunk for key in part.keys]
+                units = [self.tiers[0].slots[key] * self.chunk for key in part.keys]
                 lying = [unit + block for unit in units for block in range(self.chunk)]
                 hosts.update(enumerate(lying[start : start + part.blocks], place))
             place += part.blocks
@@ -350,7 +345,7 @@ class Tiers:
         self._store_units(keys, request)
         for place, key in fresh:
             if self._copies is not None and key in first:
-                self._copies.save(first.slot(key), blocks[place * size : (place + 1) * size])
+                self._copies.save(first.slots[key], blocks[place * size : (place + 1) * size])
 
     def _store_units(self, keys: Sequence[BlockHash], request: Request | None) -> None:
         for tier in self.tiers:

@@ -1,5 +1,8 @@
 """Points with tiers below the pool: what they gain and cost, whichever way they are replayed, and what is refused."""
 
+from collections import Counter
+from dataclasses import replace
+
 import pytest
 
 from harness.config.checks import check_config
@@ -7,7 +10,10 @@ from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.metrics.compute import compute_metrics
+from harness.metrics.log import RunLog
 from harness.point.cost import cost_model
+from harness.replay.replicas import merged
+from harness.workload import simulate as simulate_module
 from harness.workload.point import resolve
 from harness.workload.simulate import predict, simulate
 
@@ -75,6 +81,24 @@ def test_no_fast_forward_and_no_rows_change_a_figure(store: str) -> None:
     } == {name: found[name] for name in found if "host_" in name or "disk_" in name or "tier_" in name}
 
 
+def test_each_replica_has_a_tier_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together they do what each does alone, with the requests that it was given."""
+    words = ("cache.tier_tokens=60000", "workload.num_requests=120", "workload.request_rate=40")
+    point, lanes = resolve(config(*words, "device.data_parallel=2")), list[RunLog]()
+    monkeypatch.setattr(simulate_module, "merged", lambda logs: lanes.extend(logs) or merged(logs))
+    cost = cost_model(point.deployment)
+    together, alone = compute_metrics(simulate(point, cost)), Counter[str]()
+    for lane in lanes:
+        ids = set(lane.requests["request_id"].tolist())
+        rows = tuple(row for row in point.trace.requests if row.request_id in ids)
+        one = resolve(config(*words)).of_trace(replace(point.trace, requests=rows))
+        alone.update(compute_metrics(simulate(one, cost_model(one.deployment))))
+    assert len(lanes) == 2
+    for name in ("host_hit_tokens", "host_read_bytes", "host_written_bytes", "tier_load_s", "tier_saved_s"):
+        assert together[name] == pytest.approx(alone[name]), name
+        assert together[name] > 0
+
+
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
@@ -82,7 +106,6 @@ def test_no_fast_forward_and_no_rows_change_a_figure(store: str) -> None:
         ("cache.tier_overlap", ("cache.tier_tokens=8000", "device=cpu", "cache.tier_overlap=true")),
         ("cache.disk_tokens", ("cache.tier_tokens=8000", "measure=true", "cache.disk_tokens=8000")),
         ("cache.tier_tokens", ("cache.tier_tokens=8000", "cache.groups=uniform")),
-        ("cache.tier_tokens", ("cache.tier_tokens=8000", "device.data_parallel=2")),
         ("cache.tier_tokens", ("cache.tier_tokens=8",)),
         ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=40")),
         ("cache.tier_chunk", ("cache.tier_tokens=8000", "cache.tier_chunk=64", "cache.tier_store=evicted")),

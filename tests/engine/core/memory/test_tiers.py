@@ -250,9 +250,9 @@ def lose_what_is_written(real: Callable[..., list[Any]]) -> Callable[..., list[A
 
 def keep_what_is_evicted(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def evict(tier: Tier, count: int) -> list[Any]:
-        before = dict(tier._slot)
+        before = dict(tier.slots)
         lost = real(tier, count)
-        tier._slot.update({key: before[key] for key in lost[:1]})
+        tier.slots.update({key: before[key] for key in lost[:1]})
         return lost
 
     return evict
