@@ -8,6 +8,7 @@ in `engine.core.policies`. To add a scheduler option: add a field to `SchedulerO
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from engine.core.errors import CoreError
 
@@ -195,7 +196,7 @@ class SchedulerLimits(SchedulerOptions):
     max_model_len: int | None = None
     ahead: bool = False
 
-    @property
+    @cached_property
     def most_chunk(self) -> int:
         """The largest chunk of a prompt that competes with others."""
         return min(self.max_batched_tokens, self.long_prefill_tokens or self.max_batched_tokens)

@@ -254,7 +254,7 @@ class BlockTables:
         counters.blocks += len(blocks)
         if self.keeps_states:
             counters.written += len(blocks)
-        else:
+        elif len(table) * self.block_size > request.most_kv_tokens:
             counters.blocks_taken(request, table, len(table) - len(blocks))
 
     def append_one(self, request: Request, table: list[int], block: int) -> None:

@@ -323,8 +323,11 @@ class PagedManager:
         Other requests hit these blocks in the same step, as they do those of prompts. Blocks of private outputs are
         cached when they are released: only their own request could find them.
         """
-        for cache in self.caches:
-            cache.tables.wrote(calendar.rows)
+        if self.groups is None:
+            self.tables.counters.written += calendar.rows
+        else:
+            for cache in self.caches:
+                cache.tables.wrote(calendar.rows)
         if not calendar.sharing:
             return
         for group in calendar.due(1):

@@ -119,7 +119,7 @@ class PrefixCache:
     def find(self, group: Group, asked: int) -> tuple[list[int], BlockHash | None]:
         """The longest cached prefix in the first `asked` blocks, and the first hash that missed. Changes nothing."""
         hashes = self.names(group)
-        hits = self._pool.find(hashes[:asked])
+        hits = self._pool.find(hashes[:asked]) if hashes else []
         if len(hits) < min(asked, len(hashes)):
             return hits, hashes[len(hits)]
         if group.private:

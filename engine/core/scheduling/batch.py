@@ -342,14 +342,17 @@ class RowScheduler:
 
     def extend(self, group: Group, step: StepBuilder) -> None:
         """Allocate memory for the group's rows and add them to the step. `can_extend` must have been true."""
-        request_id, slots = group.request.request_id, draft_slots(group.request)
+        request = group.request
+        slots = draft_slots(request) if request.speculation is not None else 0
         for row in group.rows:
             sequence, query_len, samples, drafts, *_ = row
             context = sequence.computed
             step.new_blocks += self._manager.extend(row)
             step.budget -= query_len + slots
             table = written_table(sequence.table, context + query_len)
-            step.rows.append(Row(request_id, sequence.branch, context, query_len, samples, table, drafts))
+            step.rows.append(
+                Row(request.request_id, sequence.branch, context, query_len, samples, table, drafts)
+            )
 
     def enter(self, group: Group, step: StepBuilder, prefill_cap: int | None, padded: bool = False) -> None:
         """Add the rows of a group that was just admitted or swapped in; no rows if too few blocks are free."""

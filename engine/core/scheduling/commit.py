@@ -70,7 +70,8 @@ class Commit:
     def apply(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Apply the result of the last plan. Raises CoreError, and changes nothing, if it does not fit the plan."""
         self._check(plan, result)
-        self.release_ended()
+        if self._batch.ending:
+            self.release_ended()
         report, emitted = CommitReport(), list[int]()
         if result.num_steps > 1:
             report.fast_forward = self._manager.fast_forward(

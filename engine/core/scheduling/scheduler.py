@@ -74,7 +74,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Whether any request waits, runs or is swapped out: then `schedule()` can be called."""
         batch = self._batch
-        return bool(len(batch) > len(batch.ending) or len(self.waiting) or len(self.swapped))
+        return bool(batch.others or batch.calendar.groups or len(self.waiting) or len(self.swapped))
 
     @property
     def running(self) -> list[Group]:
@@ -169,10 +169,13 @@ class Scheduler:
 
     def _fill(self, step: StepBuilder) -> None:
         """Continue running groups, then admit others."""
-        if len(self._batch):
+        batch = self._batch
+        if batch.calendar.groups:
             self._continue_steady(step)
+        if batch.others:
             self._continue_others(step)
-            self.manager.advance(self._batch.calendar)
+        if batch.calendar.groups:
+            self.manager.advance(batch.calendar)
         if step.preempted:
             self._admission.raise_floor()
         else:
@@ -249,11 +252,10 @@ class Scheduler:
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
-        limits, requests = self.limits, len(self._batch) + len(self.waiting)
-        cap = None if requests <= 1 else limits.long_prefill_tokens
-        if cap is None or not limits.long_prefill_adaptive:
-            return cap
-        return max(cap, limits.max_batched_tokens // requests)
+        limits, cap = self.limits, self.limits.long_prefill_tokens
+        if cap is None or (requests := len(self._batch) + len(self.waiting)) <= 1:
+            return None
+        return max(cap, limits.max_batched_tokens // requests) if limits.long_prefill_adaptive else cap
 
     # -- admission -----------------------------------------------------------------------------------------
 
