@@ -4,13 +4,14 @@ import shlex
 from pathlib import Path
 
 from harness.cli import Arguments, report
-from harness.cli.sweep import locked, point_functions, stoppable
+from harness.cli.sweep import exchanging, locked, point_functions, stoppable
 from harness.cluster import refuse_beside_jobs
 from harness.cluster.book import Book
 from harness.cluster.slurm import log_of
 from harness.config.errors import UserError
 from harness.config.foreign import Foreign
 from harness.config.overrides import of_a_file, parse_override, quoted
+from harness.config.paths import is_url
 from harness.config.schema import RunConfig
 from harness.console import numbered, one_line, remark, say, shortened
 from harness.store import ForeignFileError
@@ -18,6 +19,7 @@ from harness.store.atomic import remove_leftovers
 from harness.store.commit import Layout
 from harness.store.manifest import Manifest, derived_faults, read_manifest, without_digest
 from harness.store.reading import StoreContent
+from harness.store.remote import RemoteStore, shown
 from harness.store.survey import SURVEY, Health, examine, is_survey_damaged, set_aside, survey
 from harness.sweep.execute import execute
 from harness.sweep.plan import FIXED, SweepRequest, plan_sweep, run_request, sweep_request
@@ -29,12 +31,12 @@ _LONGEST_COMMAND = 20_000  # characters; a longer one was not typed
 
 def status_command(arguments: Arguments) -> int:
     """Print which points of a store are done, which failed and where the traceback is, and which are left."""
-    root = report.named_store(arguments.flags.store)
+    root, _ = report.opened_store(arguments.flags.store)
     manifest, content = report.read_or_none(root), survey(root)
     report.show_problems(content.problems, say)
     if manifest is None:
         done, failed = numbered(len(content.records), "point"), len(content.failures)
-        say(f"{root}: {done} done, {failed} failed; no sweep.json that says of which sweep")
+        say(f"{shown(root)}: {done} done, {failed} failed; no sweep.json that says of which sweep")
         return 0
     _say_status(root, manifest, content)
     return 0
@@ -46,7 +48,7 @@ def _say_status(root: Path, manifest: Manifest, content: StoreContent) -> None:
     broken = content.failures.keys() - content.records.keys()
     failed = [point for point in manifest.points if point.fingerprint in broken]
     left = len(names) - len(done) - len(failed)
-    say(f"{root}: sweep '{one_line(manifest.name)}', {len(done)} of {len(names)} points done")
+    say(f"{shown(root)}: sweep '{one_line(manifest.name)}', {len(done)} of {len(names)} points done")
     if failed:
         say(f"{len(failed)} failed:")
     for point in failed[: report.MOST_LISTED]:
@@ -79,15 +81,17 @@ def command_for(root: Path, manifest: Manifest) -> str:
     """The command that goes on with a store where it lies now, which may be a copy of where it was written."""
     recorded = [text.partition("=")[2] for text in manifest.overrides if text.startswith("out=")]
     written = parse_override(f"out={recorded[-1]}").settings[0].value if recorded else RunConfig().out
+    here = shown(root) if is_url(str(written)) else root.resolve()
     what, words = _command_of(root, manifest)
-    if Path(str(written)).expanduser().resolve() != root.resolve():
-        words = [*(word for word in words if not word.startswith("out=")), f"out={quoted(str(root))}"]
+    there = str(written).rstrip("/") if is_url(str(written)) else Path(str(written)).expanduser().resolve()
+    if there != here:
+        words = [*(word for word in words if not word.startswith("out=")), f"out={quoted(shown(root))}"]
     return shlex.join(["python", "-m", "harness", what, *words])
 
 
 def doctor_command(arguments: Arguments) -> int:
     """Examine, say what was found, and repair if asked; returns the exit code."""
-    root = report.named_store(arguments.flags.store)
+    root, remote = report.opened_store(arguments.flags.store, fresh=True)
     health = examine(root)
     manifest = _say_health(root, health)
     missing = [] if manifest is None else _missing(root, manifest)
@@ -103,15 +107,15 @@ def doctor_command(arguments: Arguments) -> int:
         return int(_say_earlier(root) or (manifest is None and Layout(root).manifest.exists()))
     _say_earlier(root)
     if not arguments.flags.repair:
-        say(f"repair with: python -m harness doctor {shlex.quote(str(root))} --repair")
+        say(f"repair with: python -m harness doctor {shlex.quote(shown(root))} --repair")
         return 1
-    return _repair(root, list(health.damage), missing, manifest, arguments)
+    return _repair(root, remote, list(health.damage), missing, manifest, arguments)
 
 
 def _say_health(root: Path, health: Health) -> Manifest | None:
     """Print what was found at the points; returns the store's manifest where it can be read."""
     whole, files = numbered(health.records, "record"), numbered(health.files, "file")
-    say(f"{root}: {whole} and {files} beside them are whole")
+    say(f"{shown(root)}: {whole} and {files} beside them are whole")
     if health.undigested:
         say(
             f"{numbered(health.undigested, 'record')} of an older version without digests: checked by form alone"
@@ -164,6 +168,7 @@ def _say_earlier(root: Path) -> bool:
 
 def _repair(
     root: Path,
+    remote: RemoteStore | None,
     damaged: list[str],
     missing: list[str],
     manifest: Manifest | None,
@@ -172,10 +177,12 @@ def _repair(
     """Set the damaged points aside, run them and those that are missing again, report; returns the exit code."""
     request = None if manifest is None else _request_of(root, manifest)  # refused before anything is moved
     names = [*damaged, *missing]
-    with stoppable(), locked(root):
+    with stoppable(), locked(root), exchanging(remote):
         refuse_beside_jobs(root, "doctor --repair")
         if damaged:
             say(f"{numbered(len(damaged), 'damaged point')} moved to {set_aside(root, damaged)}")
+        if remote is not None:
+            remote.set_aside(damaged)
         remove_leftovers(root)
         (root / SURVEY).unlink(missing_ok=True)  # a cache
         if manifest is None or request is None:
@@ -187,9 +194,10 @@ def _repair(
         if len(todo) < len(names):
             lost = numbered(len(names) - len(todo), "point")
             remark(f"{lost} cannot be run again: other code, traces or settings than those of now made them")
+        committed = remote.push_point if remote is not None else None
         failed, interrupted = 0, False
         if sweep is not None and todo:
-            outcome = execute(sweep, todo, runner=functions.run_point)
+            outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
             failed, interrupted = len(outcome.failed), outcome.interrupted
         if not interrupted and any(Layout(root).points.glob("*/record.json")):
             report.write_report(root, manifest, arguments.report)
@@ -204,7 +212,7 @@ def _request_of(root: Path, manifest: Manifest) -> SweepRequest:
     what, words = _command_of(root, manifest)
     request = sweep_request if what == "sweep" else run_request
     own = [word for word in words if word.partition("=")[0] not in _OF_PLACES]
-    return request([*of_a_file(own, f"{root}/sweep.json", root), f"out={quoted(str(root))}"])
+    return request([*of_a_file(own, f"{root}/sweep.json", root), f"out={quoted(shown(root))}"])
 
 
 def _command_of(root: Path, manifest: Manifest) -> tuple[str, list[str]]:

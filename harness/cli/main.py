@@ -23,6 +23,7 @@ from harness.cli import (
     WRONG_INPUT,
     Arguments,
     ReportFunctions,
+    completion,
     engine,
     pages,
     store,
@@ -41,6 +42,7 @@ COMMANDS = (
     *workload.COMMANDS,
     twin.COMMAND,
     *pages.COMMANDS,
+    completion.COMMAND,
 )
 _WRONG_NAMES = (
     *(errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR),
@@ -118,6 +120,8 @@ def main(
         point: plans and runs the points of a sweep; None takes `harness.point`.
         report: writes reports; None takes `harness.report`.
     """
+    if completion.ASKED in os.environ:
+        completion.answer(build_parser())
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         code: int = arguments.flags.run(replace(arguments, point=point, report=report))

@@ -10,14 +10,15 @@ from typing import Any
 from harness.cli import INTERRUPTED, Arguments, ReportFunctions
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override
-from harness.config.paths import NO_KERNELS, check_kernels
+from harness.config.paths import NO_KERNELS, check_kernels, is_url
 from harness.config.schema import Figures, Paper, ReportConfig
 from harness.console import one_line, remark, say, shortened
 from harness.store import ForeignFileError
-from harness.store.atomic import refuse_links
+from harness.store.atomic import exclusive, refuse_links
 from harness.store.commit import Layout
 from harness.store.manifest import Manifest, derived_faults, read_manifest, with_report, write_manifest
 from harness.store.reading import read_store
+from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
 from harness.sweep.execute import SweepOutcome
 
@@ -39,7 +40,7 @@ def finish(
     if outcome.interrupted:
         _say_failures(outcome)
         remark(
-            f"stopped: {outcome.done} of {total} points are done and kept in {out}.\n"
+            f"stopped: {outcome.done} of {total} points are done and kept in {shown(out)}.\n"
             f"Go on with the same command: {manifest.command}"
         )
         return INTERRUPTED
@@ -126,7 +127,7 @@ def _check_unnamed(out: Path) -> None:
     count = sum(1 for _ in points.iterdir()) if points.is_dir() else 0
     if count > MOST_UNNAMED:
         raise UserError(
-            f"{out} holds {count:,} points and no sweep.json that tells how they differ; "
+            f"{shown(out)} holds {count:,} points and no sweep.json that tells how they differ; "
             f"{MOST_UNNAMED:,} can be reported on so. Give the sweep's command again: it runs nothing twice"
         )
 
@@ -251,7 +252,9 @@ def show_problems(problems: Sequence[str], write: Callable[[str], None] = remark
 
 def report_command(arguments: Arguments) -> int:
     """Write the report of a store again, from its records."""
-    out, root = arguments.flags.out, named_store(arguments.flags.store)
+    if (out := arguments.flags.out) is not None and is_url(out):
+        raise UserError(f"--out {out}: name a folder; only the store of a sweep may lie on object storage")
+    root, remote = opened_store(arguments.flags.store)
     target = Path(out) if out else None
     if _asks_for_a_figure(arguments):
         return _write_figure(arguments, root, target)
@@ -263,9 +266,13 @@ def report_command(arguments: Arguments) -> int:
     options.latex |= arguments.flags.latex
     if target is None:
         refuse_links(root)
-    other = None if arguments.flags.against is None else named_store(arguments.flags.against)
+    other = None if arguments.flags.against is None else opened_store(arguments.flags.against)[0]
     write_report(root, manifest, arguments.report, target, kernels, figures, options, other)
-    return 1 if _summarise(root, other, arguments.flags.markdown) else 0
+    worse = _summarise(root, other, arguments.flags.markdown)
+    if remote is not None and target is None:
+        with exclusive(root), remote.writing(remark):
+            say(f"sent to {remote.url}")
+    return 1 if worse else 0
 
 
 def _asks_for_a_figure(arguments: Arguments) -> bool:
@@ -344,6 +351,20 @@ def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path |
     if errors:
         raise UserError(f"--kernels: {errors[0].message}")
     return None if named == NO_KERNELS else Path(named).expanduser()
+
+
+def opened_store(named: str | None, *, fresh: bool = False) -> tuple[Path, RemoteStore | None]:
+    """The folder of the named store, and where it lies on object storage: its local copy, brought up to date.
+
+    `fresh`: fetch everything again, and not only what has changed.
+    """
+    if named is None or not is_url(named):
+        return named_store(named), None
+    remote = RemoteStore.at(named)
+    remote.refresh(remark, fresh=fresh)
+    if not remote.there and not Layout(remote.folder).manifest.exists():
+        raise UserError(f"no results in '{named}' (no sweep.json, no points/); name the store of a sweep")
+    return remote.folder, remote
 
 
 def named_store(named: str | None) -> Path:

@@ -7,7 +7,7 @@ import shlex
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -17,12 +17,14 @@ from harness.cli.report import finish, known_manifest, same_sweep, show_problems
 from harness.cluster import backend_for
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import point_memory
+from harness.config.paths import is_url
 from harness.console import counted, numbered, planning, remark, say
 from harness.store import StoreError
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
 from harness.store.commit import Layout, forget_runs
 from harness.store.manifest import Manifest, SweepPoint, keep_report, still_there, write_manifest
 from harness.store.reading import StoreContent
+from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
 from harness.sweep import plan
 from harness.sweep.execute import PointFunctions, SweepOutcome, execute
@@ -57,11 +59,14 @@ def sweep_command(arguments: Arguments) -> int:
     request, point = _request(arguments), arguments.point or point_functions()
     sweep = plan.plan_sweep(request, point, progress=planning)
     _announce(sweep)
+    remote = remote_store(sweep.points[0].config.out)
     if arguments.flags.dry_run:
+        if remote is not None:
+            remote.refresh(remark)
         content = _read(sweep.out)
         return _dry_run(sweep, _left(sweep, content, arguments), content)
-    with stoppable(), locked(sweep.out):
-        return _run(sweep, arguments, point)
+    with stoppable(), locked(sweep.out), exchanging(remote):
+        return _run(sweep, arguments, point, remote)
 
 
 def point_functions() -> PointFunctions:
@@ -71,7 +76,19 @@ def point_functions() -> PointFunctions:
     return PointSession()
 
 
-def _run(sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions) -> int:
+def remote_store(out: str) -> RemoteStore | None:
+    """The store on object storage at `out`; None where it is a folder. Raises ConfigError where s3fs is missing."""
+    return RemoteStore.at(out) if is_url(out) else None
+
+
+def exchanging(remote: RemoteStore | None) -> AbstractContextManager[None]:
+    """Inside the block the local copy is written; a store that is a folder needs nothing."""
+    return nullcontext() if remote is None else remote.writing(remark)
+
+
+def _run(
+    sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions, remote: RemoteStore | None
+) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
     content = _read(sweep.out)
@@ -82,14 +99,17 @@ def _run(sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions) -> 
     backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
+        if remote is not None:
+            remote.push_rest()
     if not todo:
         remove_leftovers(sweep.out)  # of jobs of a cluster, which finished all while no command ran
-        say(f"nothing left to do: all {len(sweep.points)} points are in {sweep.out}")
+        say(f"nothing left to do: all {len(sweep.points)} points are in {shown(sweep.out)}")
         return _finish(sweep, manifest, SweepOutcome(len(sweep.points), (), interrupted=False), arguments)
     expected = times.duration(todo, min(at_once(sweep), len(todo)))
     if expected is not None and expected.seconds >= WORTH_SAYING_S:
         remark(_how_long(sweep, todo, times))
     try:
+        committed = remote.push_point if remote is not None else None
         outcome = execute(
             sweep,
             todo,
@@ -97,6 +117,7 @@ def _run(sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions) -> 
             stages=point.point_stages,
             backend=backend,
             times=times,
+            committed=committed,
         )
     finally:
         remove_leftovers(sweep.out)
@@ -109,7 +130,7 @@ def _finish(sweep: plan.SweepPlan, manifest: Manifest, outcome: SweepOutcome, ar
     try:
         return finish(sweep.out, manifest, outcome, arguments.report)
     except KeyboardInterrupt:
-        remark(f"stopped while the report was written; the points are kept in {sweep.out}.")
+        remark(f"stopped while the report was written; the points are kept in {shown(sweep.out)}.")
         remark(f"Go on with the same command: {manifest.command}")
         return INTERRUPTED
 
@@ -173,7 +194,7 @@ def _dry_run(sweep: plan.SweepPlan, todo: list[plan.PlannedPoint], content: Stor
         if planned.fingerprint in content.failures and state == "todo":
             state = "failed before"
         say(f"{planned.fingerprint[:12]}  {state:<13}  {planned.label}")
-    say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {sweep.out}")
+    say(f"{numbered(len(sweep.points), 'point')}, {len(todo)} to run, results in {shown(sweep.out)}")
     if todo:
         say(_how_long(sweep, todo, time_model(content.records.values())))
     return 0

@@ -1,4 +1,4 @@
-"""Clusters: the points of a sweep in jobs of Slurm, by `execute=slurm`."""
+"""Clusters: the points of a sweep in jobs of Slurm or in tasks of Ray, by `execute=slurm` and `execute=ray`."""
 
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,17 @@ def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -
     place = sweep.points[0].config.execute.place
     if place is not Place.slurm or force:
         refuse_beside_jobs(sweep.out, "--force" if force else f"execute={place}")
-    if place is Place.local:
-        return None
-    from harness.cluster.slurm import check_installed, run_on_slurm
+    if place is Place.slurm:
+        from harness.cluster.slurm import check_installed, run_on_slurm
 
-    check_installed()
-    return partial(run_on_slurm, checks=checks, force=force)
+        check_installed()
+        return partial(run_on_slurm, checks=checks, force=force)
+    if place is Place.ray:
+        from harness.cluster.ray_tasks import check_ray, run_on_ray
+
+        check_ray(sweep)
+        return partial(run_on_ray, checks=checks)
+    return None
 
 
 def refuse_beside_jobs(out: Path, what: str) -> None:

@@ -133,7 +133,8 @@ class GroupOfPoints:
         """Raise StoreError where this node has not the folder of the store that the command has written into."""
         if not Layout(self.order.out).manifest.exists():
             raise StoreError(
-                f"{socket.gethostname()} does not see the store in {self.order.out}: all nodes must share that folder"
+                f"{socket.gethostname()} does not see the store in {self.order.out}: all nodes must share that folder; "
+                "a store on object storage has its copy there (XDG_CACHE_HOME moves it)"
             )
 
     def _committed(self, points: list[PlannedPoint]) -> list[PlannedPoint]:

@@ -16,14 +16,17 @@ from harness.config.schema import ExecuteConfig, Place, RunConfig
 EXECUTION_KEYS = ("execute", *(f"execute.{field.name}" for field in fields(ExecuteConfig)))
 
 _NEUTRAL = ExecuteConfig()
+_OF_BOTH = ("cpus", "gpus", "memory_gb", "attempts")
 _APPLIES = {
     Place.local: ("spread_s",),
     Place.slurm: tuple(
-        field.name for field in fields(ExecuteConfig) if field.name not in ("place", "spread_s")
+        field.name for field in fields(ExecuteConfig) if field.name not in ("place", "address", "spread_s")
     ),
+    Place.ray: (*_OF_BOTH, "address"),
 }
 _PARTITION = re.compile(r"\w[\w.-]*(,\w[\w.-]*)*")
 _OPTION = re.compile(r"--[a-z][a-z-]*(=.*)?")
+_ADDRESS = re.compile(r"auto|local|[\w.\[\]-][\w.:\[\]-]*:\d{1,5}")
 _LONGEST = 2000  # characters of a text
 _OURS = {  # options of sbatch that PageTwin sets, with the key that says what they are
     **dict.fromkeys(
@@ -51,6 +54,11 @@ def applicable(execute: ExecuteConfig) -> ExecuteConfig:
     return replace(_NEUTRAL, place=execute.place, **kept)
 
 
+def _is_address(text: str) -> bool:
+    port = text.rpartition(":")[2]
+    return _ADDRESS.fullmatch(text) is not None and (not port.isdecimal() or 0 < int(port) < 2**16)
+
+
 def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     """Errors in the texts of `execute` that apply at its place."""
     execute = config.execute
@@ -59,9 +67,21 @@ def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     if execute.partition is not None and not _PARTITION.fullmatch(execute.partition):
         reason = f"found '{execute.partition}', must be names of letters, digits and . _ -"
         yield ConfigError("execute.partition", reason)
+    if execute.address is not None and not _is_address(execute.address):
+        yield ConfigError(
+            "execute.address",
+            f"found '{execute.address}', must be HOST:PORT of the head node as `ray start` prints it, "
+            "auto (the cluster that this machine belongs to) or local (a new one, for this sweep alone)",
+        )
     yield from _options("execute.options", execute.options, _OURS)
     yield from _options("execute.srun", execute.srun, {"output": None, "error": None, "unbuffered": None})
     yield from _folder(config)
+    if execute.place is Place.ray and config.measure:
+        yield ConfigError(
+            "execute",
+            "found ray, but other tasks share its nodes, which a measured run must not; use measure=false, or "
+            "execute=slurm, which gives measured points a node of their own",
+        )
 
 
 def split_options(text: str | None) -> list[tuple[str, str | bool]]:

@@ -32,7 +32,7 @@ _READ = (
     *("cost.operators", "cost.kernels", "report.kernels"),
 )
 _CHOICES = {"cache.eviction": frozenset(Eviction)}  # texts that name what is shipped
-_PLACES = ("out", "cost.cache_dir", "execute.folder", "execute.partition")
+_PLACES = ("out", "cost.cache_dir", "execute.folder", "execute.partition", "execute.address")
 
 
 class Foreign(str):

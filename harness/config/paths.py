@@ -16,6 +16,9 @@ from traces.reading import may_be_trace
 # `report.kernels=none`: no kernel section, even where timings lie beside the results.
 NO_KERNELS = "none"
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")  # what Path makes of `://` has one slash
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_KEY = re.compile(r"\w[\w.=,+-]*(/\w[\w.=,+-]*)*")
+_LONGEST_KEY = 500
 
 
 def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigError]:
@@ -36,12 +39,53 @@ def check_trace_file(path: str, may_be_folder: bool = False) -> Iterator[ConfigE
         yield ConfigError("trace.path", f"'{path}' cannot be read: permission denied")
 
 
+def is_url(named: str) -> bool:
+    """Whether a store's name is an address (s3://...) and no folder."""
+    return _URL.match(named) is not None
+
+
+def bucket_of(url: str) -> tuple[str, str]:
+    """Bucket and prefix of s3://BUCKET/PREFIX.
+
+    Raises:
+        ConfigError: another protocol, or names that S3 or the local copy cannot have.
+    """
+    scheme, _, rest = url.partition("://")
+    bucket, _, prefix = rest.partition("/")
+    if scheme != "s3":
+        raise ConfigError("out", f"found '{url[:200]}', must be a folder or s3://BUCKET/PREFIX")
+    if not _BUCKET.fullmatch(bucket):
+        raise ConfigError(
+            "out",
+            f"found '{url[:200]}', whose bucket must be 3 to 63 lower-case letters, digits, dots and hyphens",
+        )
+    prefix = prefix.rstrip("/")
+    if not _KEY.fullmatch(prefix) or len(prefix) > _LONGEST_KEY:
+        raise ConfigError(
+            "out",
+            f"found '{url[:200]}', which must name a place in the bucket, like s3://{bucket}/studies/one: at most "
+            f"{_LONGEST_KEY} letters, digits and . _ = , + -, between single slashes",
+        )
+    return bucket, prefix
+
+
+def check_store(out: str) -> Iterator[ConfigError]:
+    """Errors if a sweep cannot write its store there: a folder, or a place on object storage, which is asked later."""
+    if not is_url(out):
+        yield from check_out(out)
+        return
+    try:
+        bucket_of(out)
+    except ConfigError as error:
+        yield error
+
+
 def check_out(out: str) -> Iterator[ConfigError]:
     """Errors if the results folder cannot be created or written; it is not created here."""
     if not out.strip():
         yield ConfigError("out", "is empty; name the results folder, like out=results/mine")
-    elif _URL.match(out):
-        reason = f"'{out[:200]}' is no folder; write to one, and copy it when the sweep has ended"
+    elif is_url(out):
+        reason = f"'{out[:200]}' is no folder; only the store of a sweep may lie on object storage"
         yield ConfigError("out", reason)
     else:
         yield from _check_folder("out", out)
@@ -97,7 +141,7 @@ def _check_folder(key: str, name: str) -> Iterator[ConfigError]:
 def check_paths(config: RunConfig) -> list[ConfigError]:
     """Errors in the files and folders that all points of a sweep share."""
     paths = (
-        check_out(config.out),
+        check_store(config.out),
         check_cache_dir(config.cost.cache_dir),
         check_kernels("cost.kernels", config.cost.kernels),
         check_kernels("report.kernels", config.report.kernels),

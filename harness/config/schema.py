@@ -512,6 +512,7 @@ class Place(StrEnum):
 
     local = "local"  # in this process, simulation-only ones in `workers` processes
     slurm = "slurm"  # in jobs of Slurm on a shared file system (extra cluster)
+    ray = "ray"  # in tasks of a Ray cluster, which needs no shared file system (extra ray)
 
 
 @dataclass
@@ -519,10 +520,14 @@ class ExecuteConfig:
     """Where and how points run. It changes no result, and is no part of a point."""
 
     place: Place = Place.local
-    cpus: int = 1  # cores of a job, which runs as many simulation-only points at once
-    gpus: int = 0  # GPUs of a job
-    memory_gb: float | None = None  # 10^9 bytes of a job; null: the cluster's default
-    attempts: int = 3  # jobs that may die with a point before the point has failed
+    cpus: int = (
+        1  # cores of a job (of a task in Ray); a job of Slurm runs as many simulation-only points at once
+    )
+    gpus: int = 0  # GPUs of a job or task
+    memory_gb: float | None = (
+        None  # 10^9 bytes of a job or task; null: the cluster's default, in Ray no limit
+    )
+    attempts: int = 3  # jobs or tasks that may die with a point before the point has failed
     jobs: int = 32  # slurm: most jobs of one submission; the points are shared among them by their cost
     job_min_s: float = (
         60.0  # slurm: no job shorter than this, as far as earlier points tell how long they take
@@ -546,6 +551,9 @@ class ExecuteConfig:
         None  # slurm: private folder of job files, on all nodes; null: the user's state folder
     )
     poll_s: float = 5.0  # slurm: seconds between two looks at the queue
+    address: str | None = (
+        None  # ray: HOST:PORT of the cluster, auto or local; null: RAY_ADDRESS, or else local
+    )
 
 
 @dataclass

@@ -114,6 +114,7 @@ def execute(
     stages: PointStages | None = None,
     backend: PointBackend | None = None,
     times: TimeModel | None = None,
+    committed: Callable[[str], None] | None = None,
 ) -> SweepOutcome:
     """Run the points in `todo`: measured ones here, one at a time; simulation-only ones in worker processes.
 
@@ -125,6 +126,7 @@ def execute(
         stages: runs a measured point in stages, so that its runs are spread (`execute.spread_s`); None: all at once.
         backend: runs all points somewhere else; None runs them on this machine.
         times: what earlier points tell of the time; None: nothing.
+        committed: called with the fingerprint of each point that is stored, or whose failure is.
 
     Raises:
         StoreError: the store cannot be written any more. Committed points are kept.
@@ -137,6 +139,8 @@ def execute(
         try:
             run = backend or partial(run_here, stages=stages)
             for point, failure in run(sweep, todo, runner or _point_runner(), reporter):
+                if committed is not None:
+                    committed(point.fingerprint)
                 reporter.ends(point, failure)
                 finished += failure is None
                 failed += [] if failure is None else [failure]

@@ -52,6 +52,7 @@ from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, Run
 from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA
+from harness.store.remote import local_place
 from harness.workers import in_workers
 
 DEFAULT_EXPERIMENT = "default"
@@ -353,7 +354,7 @@ class SweepPlan:
     """All points of a sweep, each once, with the folder and the number of workers."""
 
     name: str
-    out: Path  # the store's folder
+    out: Path  # the store's folder, or the local copy of one on object storage
     workers: int
     experiment: str | None
     overrides: tuple[str, ...]  # as requested, with those of the experiment
@@ -502,7 +503,7 @@ def _sweep_plan(
         raise ConfigError("out", "differs between the points; a sweep has one results folder")
     return SweepPlan(
         name=config.name,
-        out=Path(config.out),
+        out=local_place(config.out),
         workers=config.workers,
         experiment=request.experiment,
         overrides=tuple(axis.text for axis in request.axes),

@@ -195,10 +195,15 @@ def fitted(samples: Sequence[Sample]) -> TimeFit:
 
 
 def at_once(sweep: SweepPlan) -> int:
-    """Simulation-only points that run at the same time."""
+    """Simulation-only points that run at the same time. A Ray cluster elsewhere counts as one core."""
     execute = sweep.points[0].config.execute
     if execute.place is Place.slurm:
         return execute.jobs * execute.cpus
+    if (
+        execute.place is Place.ray
+        and (execute.address or os.environ.get("RAY_ADDRESS") or "local") != "local"
+    ):
+        return 1
     return sweep.workers or os.cpu_count() or 1
 
 

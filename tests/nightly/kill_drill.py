@@ -2,11 +2,12 @@
 
     python tests/nightly/kill_drill.py local 50
     python tests/nightly/kill_drill.py slurm 10      # needs SLURM_CONF, or a Slurm: tests/support/slurm_node.py
+    python tests/nightly/kill_drill.py ray 10        # starts a cluster of two nodes
     options: --points N, --seed N, --measured (local, slurm: each point is measured too, all requests arrive at time 0),
              --repeats N (local: so many runs of a measured point, spread; a run that had ended must stay as it was)
 
 Each kill comes at a random moment and is one of: kill -9 of the driver; kill -9 of a worker process; scancel or a
-requeue of a job (slurm). After each kill every committed point must be
+requeue of a job (slurm); the loss of a node with all its processes (ray). After each kill every committed point must be
 as it was before, to the byte: a point that ran again would have other seconds. At the end the summary is compared with
 that of a sweep that nobody disturbed: all columns that do not follow from time. Exit code 0 if all holds.
 """
@@ -24,6 +25,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -75,6 +77,7 @@ class Drill:
             "local": ["workers=2"],
             "slurm": ["execute=slurm", "execute.jobs=4", "execute.poll_s=0.5"],
         }
+        self.cluster: Any = None
         self.kept: dict[str, str] = {}
         self.twice: set[str] = set()
         self.repeats = repeats
@@ -87,6 +90,8 @@ class Drill:
         more = self.execute.get(self.place, [])
         if self.place == "slurm":
             more = [*more, f"execute.folder={self.folder}/jobs"]
+        if self.place == "ray":
+            more = ["execute=ray", f"execute.address={self.cluster.address}", "execute.attempts=9"]
         path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")])
         with (self.folder / "said.txt").open("ab") as said:
             return subprocess.Popen(
@@ -169,6 +174,7 @@ class Drill:
             {
                 "local": ["driver", "driver", "worker"],
                 "slurm": ["driver", "worker", "cancel", "requeue"],
+                "ray": ["driver", "worker", "node"],
             }[self.place]
         )
         if what == "driver":
@@ -181,11 +187,17 @@ class Drill:
             mark = {
                 "local": b"multiprocessing.spawn",
                 "slurm": b"submitit.core._submit",
+                "ray": b"ray::run_remotely",
             }
             found = _processes(mark[self.place], parent=driver.pid if self.place == "local" else None)
             if not found:
                 return None
             os.kill(self.dice.choice(found), signal.SIGKILL)
+            return what
+        if what == "node":
+            node = self.cluster.nodes.pop(self.dice.randrange(len(self.cluster.nodes)))
+            self.cluster.remove_node(node, allow_graceful=False)
+            self.cluster.nodes.append(self.cluster.add_node(num_cpus=2))
             return what
         running = subprocess.run(
             ["squeue", "-h", "-r", "-t", "RUNNING", "-o", "%i"], capture_output=True, text=True, check=True
@@ -243,7 +255,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("place", choices=("local", "slurm"))
+    parser.add_argument("place", choices=("local", "slurm", "ray"))
     parser.add_argument("kills", type=int)
     parser.add_argument("--points", type=int, default=60)
     parser.add_argument("--seed", type=int, default=21)
@@ -255,6 +267,16 @@ def main() -> int:
     if quiet.start(folder / "quiet").wait(LONGEST_S):
         sys.exit((folder / "said.txt").read_text()[-3000:])
     drill = Drill(folder, flags.place, flags.points, flags.measured, flags.seed, flags.repeats)
+    if flags.place == "ray":
+        from ray.cluster_utils import Cluster
+
+        os.environ["PYTHONPATH"] = os.pathsep.join(
+            [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH", "")]
+        )
+        drill.cluster = Cluster(
+            initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
+        )
+        drill.cluster.nodes = [drill.cluster.add_node(num_cpus=2) for _ in range(2)]
     begun = time.monotonic()
     drill.disturb(folder / "killed", flags.points, flags.kills)
     wrong, compared = differences(folder / "quiet", folder / "killed", flags.measured)
@@ -262,6 +284,8 @@ def main() -> int:
     left = [
         path for path in (folder / "killed").rglob("*") if path.name.endswith(".tmp") or "probe-" in path.name
     ]
+    if drill.cluster is not None:
+        drill.cluster.shutdown()
     say(f"{flags.place}: {sum(drill.kills.values())} kills {drill.kills} in {time.monotonic() - begun:.0f} s")
     say(
         f"points {flags.points}, lost {lost}, changed after commit {len(drill.twice)}, ended runs lost or taken twice "

@@ -1,4 +1,4 @@
-"""Points a second and CPU-seconds of a point, by where it runs: one local worker, two, two sweeps apart, Slurm.
+"""Points a second and CPU-seconds of a point, by where it runs: one local worker, two, two sweeps apart, Slurm, Ray.
 
     python tests/nightly/place_throughput.py [--rounds 5] [--points 16] [--requests N] [PLACE ...]
 
@@ -10,8 +10,8 @@ its processes. The driver's CPU time, divided by all points, stands beside it. T
 CPU-seconds do.
 
 `apart` is two sweeps with one worker each, which share nothing but the machine: no way of running two points at once on
-it can be faster. At the end: are two workers at least 1.8 times as fast as one, and Slurm within 10 % of two
-workers? Exit code 0 if so, 1 if not. For a test on this machine: a quiet one with two cores, `one two apart slurm`.
+it can be faster. At the end: are two workers at least 1.8 times as fast as one, and Slurm and Ray within 10 % of two
+workers? Exit code 0 if so, 1 if not. For a test on this machine: a quiet one with two cores, `one two apart slurm ray`.
 """
 
 import argparse
@@ -32,9 +32,10 @@ PLACES = {
     "two": ["workers=2"],
     "apart": ["workers=1"],
     "slurm": ["execute=slurm", "execute.jobs=2", "execute.poll_s=1"],
+    "ray": ["execute=ray", "workers=2"],
 }
 NOTES = "PAGETWIN_CPU_NOTES"
-GOALS = (("one", "two", 1.8), ("apart", "two", 0.95), ("two", "slurm", 0.9))
+GOALS = (("one", "two", 1.8), ("apart", "two", 0.95), ("two", "slurm", 0.9), ("two", "ray", 0.9))
 
 
 def check_point(config: Any) -> None:

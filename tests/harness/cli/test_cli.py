@@ -585,6 +585,14 @@ def test_results_do_not_go_through_a_link_that_leads_nowhere(cli: Cli, tmp_path:
     assert "loop is a link that leads nowhere" in err
 
 
+@pytest.mark.parametrize("port", [0, 65536, 99999])
+def test_an_address_of_ray_has_a_port_that_exists(cli: Cli, port: int) -> None:
+    words = ("measure=false", "execute=ray", f"execute.address=127.0.0.1:{port}", "workload.seed=1")
+    code, _, err = cli(*sweep(*words))
+    assert code == 2
+    assert "execute.address: found '127.0.0.1" in err
+
+
 def manifest(folder: Path, *, point: str = "a", out: str = "results/default") -> None:
     """A store whose manifest names this point and this place."""
     words = {"command": f"python -m harness sweep out={out}", "overrides": [f"out={out}"]}

@@ -192,6 +192,56 @@ def test_a_node_that_does_not_see_the_store_stops_the_sweep(sweep: Sweep, tmp_pa
     assert sweep.records() == []
 
 
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    """A bucket on a server of S3 on this machine."""
+    s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed (pip install 'pagetwin[s3]')")
+    moto = pytest.importorskip("moto.server", reason="moto is not installed (pip install 'moto[server]')")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    address = "http://{}:{}".format(*server.get_host_and_port())
+    for name, value in {
+        "AWS_ENDPOINT_URL": address,
+        "AWS_ACCESS_KEY_ID": "any",
+        "AWS_SECRET_ACCESS_KEY": "any",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "XDG_CACHE_HOME": str(tmp_path / "results"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    files.mkdir("bucket")
+    yield "bucket"
+    files.rm("bucket", recursive=True)
+    server.stop()
+
+
+def kept(bucket: str) -> list[str]:
+    """The records in a bucket."""
+    import s3fs
+
+    files = s3fs.S3FileSystem(skip_instance_cache=True)
+    return [key for key in files.find(bucket) if key.endswith("/record.json")]
+
+
+def test_points_of_jobs_go_to_a_store_on_object_storage(sweep: Sweep, bucket: str) -> None:
+    assert sweep.finish(f"out=s3://{bucket}/one") == 0, sweep.said
+    assert len(kept(bucket)) == POINTS
+    assert sweep.runs() == ONCE
+
+
+def test_what_jobs_did_without_a_command_is_sent_by_the_next_one(sweep: Sweep, bucket: str) -> None:
+    sweep.let_run(4)
+    driver = sweep.start(f"out=s3://{bucket}/one")
+    sweep.wait_for_runs(5, driver)
+    driver.kill()
+    driver.wait()
+    sweep.let_all_run()
+    sweep.wait_for_records(POINTS)
+    assert sweep.finish(f"out=s3://{bucket}/one") == 0, sweep.said
+    assert len(kept(bucket)) == POINTS
+    assert sweep.runs() == ONCE
+
+
 def test_a_requeued_job_goes_on_where_it_was(sweep: Sweep) -> None:
     sweep.let_run(5)
     driver = sweep.start()

@@ -23,12 +23,12 @@ def errors(*texts: str) -> list[str]:
 
 def test_a_sweep_runs_here_unless_asked_otherwise() -> None:
     assert composed().execute == ExecuteConfig()
-    assert composed("execute=slurm").execute.place is Place.slurm
+    assert composed("execute=ray").execute.place is Place.ray
 
 
 def test_settings_of_another_place_do_not_apply() -> None:
-    asked = composed("execute=slurm", "execute.cpus=4", "execute.spread_s=5")
-    assert normalise(asked).execute == ExecuteConfig(Place.slurm, cpus=4)
+    asked = composed("execute=ray", "execute.partition=gpu", "execute.cpus=4", "execute.address=auto")
+    assert normalise(asked).execute == ExecuteConfig(Place.ray, cpus=4, address="auto")
     assert normalise(composed("execute.cpus=4")).execute == ExecuteConfig()
 
 
@@ -37,7 +37,7 @@ def test_where_a_point_runs_is_no_part_of_it() -> None:
         plan_sweep(sweep_request(["workload.seed=1", "measure=false", *words]), fake_point)
         .points[0]
         .fingerprint
-        for words in ([], ["execute=slurm", "execute.partition=gpu"])
+        for words in ([], ["execute=slurm", "execute.partition=gpu"], ["execute=ray"])
     }
     assert len(names) == 1
 
@@ -58,6 +58,7 @@ def test_where_a_point_runs_is_no_part_of_it() -> None:
         ("execute.minutes=1", "3 or greater"),
         ("execute.jobs=100000", "at most"),
         ("execute.memory_gb=0", "0.1 or greater"),
+        ("execute.address='a b'", "HOST:PORT"),
     ],
 )
 def test_a_value_that_means_something_else_to_slurm_is_refused(word: str, said: str) -> None:
@@ -65,6 +66,13 @@ def test_a_value_that_means_something_else_to_slurm_is_refused(word: str, said: 
     assert len(found) >= 1
     assert found[0].startswith(word.partition("=")[0])
     assert said in found[0]
+
+
+def test_measured_points_are_refused_where_other_tasks_share_the_node() -> None:
+    found = [str(error) for error in check_config(composed("execute=ray", "measure=true"))]
+    assert len(found) == 1
+    assert "use measure=false, or execute=slurm" in found[0]
+    assert check_config(composed("execute=ray", "measure=false")) == []
 
 
 def test_a_line_break_cannot_be_put_into_a_batch_script() -> None:

@@ -18,8 +18,8 @@ from harness.store.commit import sealed
 ROOT = Path(__file__).resolve().parents[3]
 REFUSED = (
     *("cache.eviction=a:B", "scheduler.order=a:B", "scheduler.victim=a:B", "scheduler.admission=a:B"),
-    *("oracle.python=./python", "out=elsewhere", "cost.cache_dir=here", "execute=slurm", "execute.gpus=1"),
-    *("execute.setup=x", "execute.python=x", "execute.options=--x", "execute.srun=--x"),
+    *("oracle.python=./python", "out=elsewhere", "cost.cache_dir=here", "execute=ray", "execute.gpus=1"),
+    *("execute.setup=x", "execute.python=x", "execute.address=x:1", "execute.options=--x", "execute.srun=--x"),
     *("execute.folder=x", "execute.partition=x", "name='${oc.env:HOME}'", "cache.block_size=${cache.pool_tokens}"),
     *("trace.path=/etc/passwd", "trace.path=../../x", "model.path=~/x", "device=/tmp/x.yaml"),
 )  # fmt: skip
@@ -83,7 +83,7 @@ def test_the_overrides_of_a_record_are_foreign(tmp_path: Path) -> None:
     assert type(reading.finished_point(file).overrides[0]) is Foreign
 
 
-@pytest.mark.parametrize("line", ["execute.setup=touch x", "execute=slurm", "execute.python=evil", "out=/"])
+@pytest.mark.parametrize("line", ["execute.setup=touch x", "execute=ray", "execute.address=evil:1", "out=/"])
 def test_an_experiment_of_somebody_starts_no_cluster_and_no_shell(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
