@@ -75,7 +75,6 @@ class Asked:
     drafts: bool
     may_share: bool
     experts: bool
-    copies_tiers: bool  # the engine itself fills and reads the host tier
     # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
     waits: str | None
 
@@ -97,7 +96,6 @@ def asked_of(config: RunConfig) -> Asked:
         drafts=decoding.draft_tokens > 0,
         may_share=config.cache.prefix_caching,
         experts=model.experts > 0,
-        copies_tiers=config.measure or config.device.name == "cpu",
         waits=_waits(config.replay),
     )
 
@@ -350,11 +348,6 @@ TABLE: tuple[Capability, ...] = (
         {Way.groups: "tiers hold blocks of one block table",
          Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
          Way.client: _UNKNOWN},
-    ),
-    Capability(
-        "cache.tier_tokens",
-        lambda a: _if(a.copies_tiers, a.cache.tier_tokens or None),
-        {Way.compiled: "the engine itself copies the blocks of a tier"},
     ),
     Capability(
         "cache.disk_tokens",

@@ -144,7 +144,6 @@ class Point:
             drafts=any(each.speculation is not None for each in decodings),
             may_share=served.cache.deduplicate and self.may_share,
             experts=served.shape.experts is not None,
-            copies_tiers=served.copies_tiers,
             waits=self.workload.traffic.waits,
         )
 
