@@ -99,7 +99,8 @@ def share_of(tiles: IntArray, room: Room) -> int:
     merged = MERGE * room.latency + 2.0 * (parts * room.programs * room.partial_bytes) / room.multiprocessors
     cut = shares < longest
     costs = np.where(cut, costs + merged, costs)
-    costs[cut & (parts > len(tiles) + room.extra)] = np.inf
+    # A row without keys, as the padding of a graph, has one part too, which is not among `parts`.
+    costs[cut & (parts > np.count_nonzero(tiles) + room.extra)] = np.inf
     return int(shares[np.argmin(costs)])
 
 

@@ -185,5 +185,13 @@ def test_the_list_of_parts_has_room_for_every_batch():
     for name in DEVICES:
         room = room_of(kernel(name), GPUS[name], 2)
         for seed in range(200):
-            lengths = batch(seed)
+            lengths = (*batch(seed), *[0] * (seed % 3))
             assert parts_of_rows(lengths, room).sum() <= len(lengths) + room.extra
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(256, 133), (64, 33), (128, 65)])
+def test_rows_without_keys_leave_room_for_their_own_parts(rows, kept):
+    """A graph of `rows` rows is replayed with fewer; each that is left has one part in the list."""
+    for programs in (2, 4, 8, 32):
+        room = room_of(kernel("h100"), GPUS["h100"], 2)._replace(programs=programs)
+        assert parts_of_rows([8192] * kept + [0] * (rows - kept), room).sum() <= rows + room.extra

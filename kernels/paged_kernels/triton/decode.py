@@ -66,7 +66,7 @@ def share_of_rows(  # type: ignore[no-untyped-def]
     tiles, most, multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
     MIN_TILES: tl.constexpr, MOST_PARTS: tl.constexpr, WAVES: tl.constexpr, START: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles of a part, as `paged_kernels.launch_policy.share_of`: at most `most` parts of all rows together."""
+    """Tiles of a part, as `paged_kernels.launch_policy.share_of`: at most `most` parts of all rows with keys."""
     total, longest = tl.sum(tiles, 0), tl.max(tiles, 0)
     best = tl.maximum(longest, MIN_TILES)
     least = tl.full([], float("inf"), tl.float64)
@@ -120,7 +120,8 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     all_lengths = tl.load(lengths + index, mask=index < rows, other=0)
     tiles = tiles_of_rows(all_lengths, window, TILE, HAS_WINDOW)
     share = share_of_rows(
-        tiles, rows + extra, multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
+        tiles, tl.sum((tiles > 0).to(tl.int32), 0) + extra,
+        multiprocessors, seats, latency, programs, tile_bytes, partial_bytes,
         MIN_TILES, MOST_PARTS, WAVES, START, MERGE,
     )  # fmt: skip
     counts = tl.where(index < rows, tl.maximum(tl.cdiv(tiles, share), 1), 0)
