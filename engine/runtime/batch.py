@@ -260,7 +260,7 @@ def check_step(step: int, rows: Sequence[Row], batch: StepBatch, pool: GroupedPo
     for index, (layout, slots) in enumerate(batch.groups):
         view = pool.views[index]
         if isinstance(view, StateView):
-            pool.check_void_states(index, first_written(layout, view.block_size), f"step {step}")
+            pool.check_void_states(index, first_written(layout, view.group), f"step {step}")
         else:
             pool.check_void(index, slots, f"step {step}")
 

@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from engine.core.errors import CoreError, NeverFitsError
+from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import pages_of
@@ -156,7 +156,8 @@ def _default_scheduler(
     if GroupPages(options.groups) is GroupPages.off:
         return Scheduler(build_manager(options, blocks, longest), limits)
     layout = model_layout(loaded, options)
-    memory = blocks * options.block_size * _token_bytes(loaded, options)
+    per_token = _token_bytes(loaded, options)
+    memory = blocks * options.block_size * per_token
     counts = layout.page_counts(memory, longest, limits.max_batched_tokens)
     if min(counts) < 1:
         raise ModelError(
@@ -170,6 +171,7 @@ def _default_scheduler(
             prefix_caching=options.prefix_caching,
             window_hits=WindowHits(options.window_hits),
             retention_interval=options.retention_interval,
+            host_slots=options.host_blocks * options.block_size * per_token // layout.slot_bytes,
         )
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: {error}") from error
@@ -400,11 +402,6 @@ class Engine:
         identity = TokenIdentity(
             number, array, salt, epoch=self._epoch, algorithm=self.options.hash, share_outputs=shared
         )
-        if self._grouped and params.width > 1:
-            raise NeverFitsError(
-                f"request {request_id} can never be served: it has {params.width} sequences, which the engine does "
-                "not run in a cache with groups"
-            )
         speculation = self._speculation if params.width == 1 else None
         request = Request(
             number, len(ids), most, params.width, params.decoding, identity, priority, speculation

@@ -11,7 +11,7 @@ is what transformers' cache holds for a layer with linear attention, a state spa
 `conv_states` and `recurrent_states` of one sequence. A page holds those of all layers of its group after one token.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -167,10 +167,6 @@ class StateView(PageView):
             first += numbers
         self.ends[self.layers.index(layer), pages.cpu().numpy()] = ends
 
-    def forget(self, pages: IntArray) -> None:
-        """Pages, numbers of the tensors, became void."""
-        self.ends[:, pages] = UNWRITTEN
-
     def holds(self, pages: torch.Tensor) -> torch.Tensor:
         """Whether any layer holds a part of a state in `pages`: bool `[pages]`."""
         held = [~self._raw(layer, pages).isnan().all(1) for layer in self.layers]
@@ -229,6 +225,8 @@ class _Pages:
         return places[(places >= 1) & (places <= self.count)]
 
 
+# a page in host memory: its part of each tensor, its owner, its notes
+_Saved = tuple[list[torch.Tensor], int, list[IntArray]]
 _LayerCaches = list[tuple[torch.Tensor, torch.Tensor]]  # K and V of each layer of a group
 
 
@@ -280,6 +278,7 @@ class GroupedPool:
                     self.group_of[layer] = index
         last = max(pages.offset + pages.count for pages in self._pages)
         self._owner = np.full(last + 1, NOBODY, dtype=np.int64)
+        self._host: dict[int, _Saved] = {}
 
     @property
     def bytes(self) -> int:
@@ -295,19 +294,53 @@ class GroupedPool:
             index = torch.from_numpy(held.places(numbers)).to(self.device)
             for tensor, axis in held.tensors:
                 tensor.index_fill_(axis, index, float("nan"))
+        for page in pages:
+            for ends in self._ends_of(page):
+                ends[:] = UNWRITTEN
+
+    def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
+        """Raises CoreError: nothing of a sequence is cut."""
+        raise CoreError(f"{len(spans)} parts of pages to cut: a cache with groups cuts nothing")
+
+    def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages to host memory; pairs (page, host block)."""
+        for page, host in pairs:
+            parts = [part.cpu().clone() for part in self._parts_of(page)]
+            self._host[host] = parts, int(self._owner[page]), [ends.copy() for ends in self._ends_of(page)]
+
+    def swap_in(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages back from host memory, which forgets them; pairs (host block, page)."""
+        for host, page in pairs:
+            parts, self._owner[page], kept = self._host.pop(host)
+            for mine, saved in zip(self._parts_of(page), parts, strict=True):
+                mine.copy_(saved)
+            for ends, before in zip(self._ends_of(page), kept, strict=True):
+                ends[:] = before
+
+    def _parts_of(self, page: int) -> Iterator[torch.Tensor]:
+        """A page in each of its tensors."""
+        for held in self._pages:
+            for place in held.places(np.array([page])).tolist():
+                yield from (tensor.select(axis, place) for tensor, axis in held.tensors)
+
+    def _ends_of(self, page: int) -> Iterator[IntArray]:
+        """The notes of a page, if it may hold states."""
         for view in self.views:
-            if isinstance(view, StateView):
-                places = numbers - view.offset
-                view.forget(places[(places >= 1) & (places < view.ends.shape[1])])
+            if isinstance(view, StateView) and 0 < page - view.offset < view.ends.shape[1]:
+                yield view.ends[:, page - view.offset]
 
-    def copy(self, pairs: Sequence[tuple[int, ...]]) -> None:
-        """Refused, as are `poison_slots` and swaps: no page is shared, none is cut, and there is no host memory.
-
-        Raises CoreError.
-        """
-        raise CoreError(f"{len(pairs)} pages to copy, swap or cut: a cache with groups does neither")
-
-    poison_slots = swap_out = swap_in = copy
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, destination) pages; all sources are read before any destination is written."""
+        sources, targets = np.array(copies, dtype=np.int64).T
+        self._owner[targets] = self._owner[sources]
+        for held in self._pages:
+            pairs = [torch.from_numpy(held.places(each)).to(self.device) for each in (sources, targets)]
+            for tensor, axis in held.tensors:
+                tensor.index_copy_(axis, pairs[1], tensor.index_select(axis, pairs[0]))
+        kept = [[ends.copy() for ends in self._ends_of(page)] for page in sources]
+        for page, notes in zip(targets, kept, strict=True):
+            for ends, before in zip(self._ends_of(page), notes, strict=True):
+                ends[:] = before
 
     # -- the audit -----------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class EngineOptions:
     tokens of 64 sequences, and sequences are as long as model and pool allow.
 
     With `groups`, layers that keep different things of a sequence lie in pages of their own, in the memory of the same
-    pool, and blocks behind a window are freed while a sequence runs. Then requests have one sequence each.
+    pool, and blocks behind a window are freed while a sequence runs.
 
     `scheduler` is a function that makes a scheduler from the number of blocks and the limits in effect, with any
     manager and policies of `engine.core`. It replaces the scheduler that `prefix_caching`, `copy_at_fork`, `placement`

@@ -170,7 +170,7 @@ class Runner:
         if groups is None:
             self.pool = pool_for(loaded, *sizes)
         else:
-            _check_grouped(draft, graphs, host_blocks, kv_dtype)
+            _check_grouped(draft, graphs, kv_dtype)
             shapes, windows, states = loaded.group_shapes, loaded.windows, loaded.states
             self.pool = GroupedPool(
                 groups,
@@ -378,14 +378,11 @@ def pool_for(
     )
 
 
-def _check_grouped(
-    draft: LoadedModel | None, graphs: GraphOptions | None, host_blocks: int, kv_dtype: KVDtype | str
-) -> None:
+def _check_grouped(draft: LoadedModel | None, graphs: GraphOptions | None, kv_dtype: KVDtype | str) -> None:
     """Raise ModelError for what the tensors of groups do not serve."""
     asked = {
         "a draft model": draft is not None,
         "recorded graphs (cuda_graphs)": graphs is not None,
-        "host memory to swap to (host_blocks)": host_blocks > 0,
         f"kv_dtype {kv_dtype}": kv_dtype != KVDtype.model,
     }
     what = next((what for what, is_asked in asked.items() if is_asked), None)

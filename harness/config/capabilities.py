@@ -78,11 +78,6 @@ class Asked:
     # what requests wait for, as replay.mode or the trace's client has it; None: for nothing
     waits: str | None
 
-    @property
-    def single(self) -> bool:
-        """Whether several sequences are requests of their own."""
-        return not self.several or self.decoding.sharing is Sharing.prefix_cache
-
 
 def asked_of(config: RunConfig) -> Asked:
     """What a configuration asks for."""
@@ -189,21 +184,6 @@ TABLE: tuple[Capability, ...] = (
         {Way.vllm: "its layers with windows, states or latent vectors are not compared"},
     ),
     Capability(
-        "decoding.beam_width",
-        lambda a: _if(a.decoding.beam_width > 1 and not a.single, a.decoding.beam_width),
-        {Way.measured_groups: "its tensors serve single sequences, so beams are requests of their own "
-         "(decoding.sharing=prefix_cache)"},
-    ),
-    Capability(
-        "decoding.n",
-        lambda a: _if(
-            a.several and not a.single and a.decoding.beam_width == 1,
-            a.decoding.n if a.decoding.n > 1 else "recorded",
-        ),
-        {Way.measured_groups: "its tensors serve single sequences, so samples are requests of their own "
-         "(decoding.sharing=prefix_cache)"},
-    ),
-    Capability(
         "decoding.mode",
         lambda a: _if(a.several, "several sequences"),
         {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
@@ -250,7 +230,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "scheduler.preemption",
         lambda a: _if(a.scheduler.preemption is not Preemption.recompute, a.scheduler.preemption),
-        {Way.measured_groups: "its tensors are not swapped out", Way.oracle: "vLLM swaps nothing out"},
+        {Way.oracle: "vLLM swaps nothing out"},
     ),
     Capability(
         "scheduler.preemption",
@@ -311,11 +291,6 @@ TABLE: tuple[Capability, ...] = (
         "scheduler.async_frees_at_once",
         lambda a: _if(a.scheduler.async_scheduling, a.scheduler.async_frees_at_once or None),
         {Way.oracle: "vLLM keeps the blocks of what a step ends until the next one is scheduled"},
-    ),
-    Capability(
-        "cache.host_tokens",
-        lambda a: a.cache.host_tokens or None,
-        {Way.measured_groups: "its tensors are not swapped out, so host memory would stay empty"},
     ),
     Capability(
         "cache.deduplicate",

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from engine.core.memory.group_layout import KVGroup
 from engine.core.plan import IntArray
 from engine.runtime.attention.metadata import StepLayout
 from engine.runtime.errors import ModelError
@@ -148,12 +149,15 @@ class Piece(NamedTuple):
     context: IntArray
 
 
-def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> list[Piece]:
+def pieces_of(
+    layout: StepLayout, block_size: int, *, aligned: bool = False, singly: bool = False
+) -> list[Piece]:
     """The rows of a step cut where a block ends, in the order in which they must run.
 
     A piece reads the state that the one before it wrote, the first of a row that of the block before its first token,
-    and writes that of the block of its last one: a block without a page is no end. With `singly` a piece that goes on
-    from a state has one token.
+    and writes that of the block of its last one: a block without a page is no end. Where states are `aligned`, a row
+    that leaves the block in which it begins keeps none there, as the core counts it: other sequences may begin with
+    that page. With `singly` a piece that goes on from a state has one token.
     """
     ones = enumerate(zip(layout.tables, layout.lengths, strict=True))
     spans = [(table, number, int(length) - 1, int(length)) for number, (table, length) in ones]
@@ -162,9 +166,11 @@ def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> l
     for table, start, context, end in spans:
         begin, depth = context, 0
         source = int(table[(begin - 1) // block_size]) if begin else NO_STATE
+        first = context // block_size
+        left = first if aligned and context % block_size and end > (first + 1) * block_size else None
         while begin < end:
             block = begin // block_size
-            while not table[block]:
+            while not table[block] or block == left:
                 block += 1
             until = min(end, (block + 1) * block_size, begin + 1 if singly and begin else end)
             target = int(table[block])
@@ -179,9 +185,10 @@ def pieces_of(layout: StepLayout, block_size: int, *, singly: bool = False) -> l
     return found
 
 
-def first_written(layout: StepLayout, block_size: int) -> IntArray:
+def first_written(layout: StepLayout, group: KVGroup) -> IntArray:
     """The pages that a step writes and none before it: those that no piece reads and writes."""
-    pages = [piece.targets[piece.targets != piece.sources] for piece in pieces_of(layout, block_size)]
+    pieces = pieces_of(layout, group.block_size, aligned=group.aligned)
+    pages = [piece.targets[piece.targets != piece.sources] for piece in pieces]
     return np.concatenate(pages)
 
 
@@ -204,7 +211,7 @@ class StateStep:
                 torch.from_numpy(piece.targets).to(device),
                 positions[piece.flat[:, -1]] + 1,
             )
-            for piece in pieces_of(layout, view.block_size, singly=singly)
+            for piece in pieces_of(layout, view.block_size, aligned=view.group.aligned, singly=singly)
         ]
         self._tokens = len(positions)
 

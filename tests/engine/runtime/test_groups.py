@@ -74,7 +74,7 @@ def expected(family, sizes=SIZES):
 def make_llm(family, *, budget=16, pool_tokens=408, groups="uniform", **options):
     from engine.runtime.llm import LLM
 
-    limits = SchedulerLimits(budget, 8, max_model_len=128)
+    limits = SchedulerLimits(budget, 8, max_model_len=128, **options.pop("scheduling", {}))
     return LLM(
         loaded(family),
         limits=limits,
@@ -238,6 +238,84 @@ def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sen
     assert probe.probe_latents(model, 0, 2) is None
 
 
+# -- several sequences of a request ------------------------------------------------------------------------
+
+BRANCHED = [  # family, pages, tokens of the pool: with the smaller ones requests are preempted
+    *(
+        (family, pages, 110)
+        for family in ("gemma3_text", "gpt_oss", "cohere2")
+        for pages in ("uniform", "lcm")
+    ),
+    *(("gemma2", pages, 110) for pages in ("uniform", "lcm")),
+    *(("gemma3_text", "separate", 110), ("deepseek_v2", "uniform", 110)),
+    *((family, "uniform", 300) for family in ("qwen3_next", "falcon_h1", "lfm2", "kimi_linear")),
+    *(("falcon_h1", "lcm", 300), ("kimi_linear", "lcm", 500), ("jamba", "uniform", 500)),
+    *(("qwen3_next", "separate", 500), ("lfm2", "separate", 500)),
+]
+MEMORY = {"recompute": {}, "swap": {"host_blocks": 200}}
+
+
+def branched(family, pages, pool_tokens, memory, **params):
+    """Requests of three sequences each, in a pool that is too small for all of them; those that share a sequence's
+    prompt share its pages.
+    """
+    from engine.runtime.params import SamplingParams
+
+    scheduling = {"preemption": memory}
+    llm = make_llm(family, groups=pages, pool_tokens=pool_tokens, scheduling=scheduling, **MEMORY[memory])
+    done = llm.generate(prompts(SHORT), SamplingParams(max_tokens=NEW, **params))
+    llm.scheduler.manager.check()
+    assert llm.engine.counters.copies > 0
+    assert llm.runner.audits == llm.engine.counters.steps
+    return done
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@cases(
+    ("family", "pages", "pool_tokens"), BRANCHED, day=(("gemma2", "lcm", 110), ("qwen3_next", "uniform", 300))
+)
+def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
+    import torch
+
+    from engine.runtime.models.load import original_model
+
+    done = branched(family, pages, pool_tokens, memory, beam_width=3)
+    with original_model(loaded(family)) as model:
+        for prompt, found in zip(prompts(SHORT), done, strict=True):
+            ids = torch.tensor([prompt])
+            kept = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "do_sample": False}
+            wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[
+                :, len(prompt) :
+            ].tolist()
+            assert [each.token_ids for each in found.outputs] == wanted
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@cases(
+    ("family", "pages", "pool_tokens"),
+    BRANCHED,
+    day=(("gemma3_text", "separate", 110), ("falcon_h1", "lcm", 300)),
+)
+def test_samples_have_the_probabilities_that_the_model_gives_them(family, pages, pool_tokens, memory):
+    import torch
+
+    from engine.runtime.models.load import original_model
+
+    done = branched(family, pages, pool_tokens, memory, n=3, temperature=1.0, seed=3, logprobs=0)
+    assert any(each.outputs[0].token_ids != each.outputs[1].token_ids for each in done)
+    with original_model(loaded(family)) as model, torch.inference_mode():
+        for prompt, output in (
+            (prompt, each)
+            for prompt, found in zip(prompts(SHORT), done, strict=True)
+            for each in found.outputs
+        ):
+            ids = torch.tensor([prompt + output.token_ids])
+            wanted = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+            wanted = wanted.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+            found = torch.tensor([each.logprob for each in output.logprobs])
+            assert torch.allclose(found, wanted, rtol=0, atol=1e-3)
+
+
 # -- the tensors -------------------------------------------------------------------------------------------
 
 
@@ -295,7 +373,6 @@ def test_a_layout_of_another_model_is_refused(sets, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"host_blocks": 4}, "host memory"),
         ({"kv_dtype": "fp8_e4m3"}, "kv_dtype fp8_e4m3"),
         ({"copy_at_fork": True}, "copy_at_fork"),
         ({"cache": "contiguous_max"}, "cache contiguous_max"),
@@ -306,15 +383,6 @@ def test_what_groups_do_not_serve_is_refused_by_name(options, said):
 
     with pytest.raises(ModelError, match=f"layers in groups: .*{said}.* is not served"):
         make_llm("gemma2", **options)
-
-
-@pytest.mark.parametrize("params", [{"n": 2, "temperature": 1.0}, {"beam_width": 2}])
-def test_requests_of_several_sequences_are_refused(params):
-    from engine.core.errors import NeverFitsError
-    from engine.runtime.params import SamplingParams
-
-    with pytest.raises(NeverFitsError, match="has 2 sequences, which the engine does not run"):
-        make_llm("gemma2").generate([1, 2, 3], SamplingParams(max_tokens=4, **params))
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def expected(family="qwen3_next", sizes=SIZES):
 def make_llm(family="qwen3_next", *, budget=16, pool_tokens=900, groups="separate", **options):
     from engine.runtime.llm import LLM
 
-    limits = SchedulerLimits(budget, 8, max_model_len=128)
+    limits = SchedulerLimits(budget, 8, max_model_len=128, **options.pop("scheduling", {}))
     return LLM(
         loaded(family),
         limits=limits,
@@ -126,14 +126,6 @@ def test_without_groups_a_model_with_states_is_refused_by_name():
         make_llm(groups="off")
 
 
-def test_samples_of_a_model_with_states_are_refused():
-    from engine.core.errors import NeverFitsError
-    from engine.runtime.params import SamplingParams
-
-    with pytest.raises(NeverFitsError, match="has 2 sequences, which the engine does not run"):
-        make_llm().generate([1, 2, 3], SamplingParams(max_tokens=4, n=2, temperature=1.0))
-
-
 def test_a_model_with_states_drafts_for_no_other():
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import wrap_model
@@ -161,6 +153,14 @@ def test_a_row_is_cut_where_a_state_is_kept():
     pieces = state.pieces_of(StepLayout(np.zeros((0, 0), int), np.zeros(0, int), [row]), 4)
     assert [piece.flat.tolist() for piece in pieces] == [[[0]], [[1, 2, 3, 4]], [[5, 6, 7]]]
     assert [(int(piece.sources[0]), int(piece.targets[0])) for piece in pieces] == [(7, 7), (7, 8), (8, 9)]
+
+
+def test_a_row_that_leaves_the_block_of_an_aligned_state_keeps_none_there():
+    row = PrefillRow(
+        np.array([7, 0, 9]), 0, 8, 11
+    )  # another branch may begin with the state after token 2, in page 7
+    pieces = state.pieces_of(StepLayout(np.zeros((0, 0), int), np.zeros(0, int), [row]), 4, aligned=True)
+    assert [(int(piece.sources[0]), int(piece.targets[0])) for piece in pieces] == [(7, 9)]
 
 
 def test_rows_of_one_token_run_together():

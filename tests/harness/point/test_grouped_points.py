@@ -10,7 +10,7 @@ from families import build
 from point_cases import mooncake_file, small_config, with_trace
 from tiers import cases, tier
 
-from engine.core.options import GroupPages, Retention, Scheduling, Sharing, StateMode, WindowHits
+from engine.core.options import GroupPages, Preemption, Retention, Scheduling, Sharing, StateMode, WindowHits
 from harness.config.checks import check_settings
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
@@ -79,6 +79,33 @@ def test_a_measured_point_has_the_counts_of_its_prediction(
     assert record.outcome["measured"] == record.outcome["simulated"]
     assert record.measured["median"]["preemptions"] > 0
     assert record.measured["median"]["waste_cached"] > 0
+
+
+@cases(
+    ("made", "mode", "preemption"),
+    [
+        (made, mode, memory)
+        for made in (windowed, stateful)
+        for mode in ("sample", "beam")
+        for memory in Preemption
+    ],
+    day=((windowed, "beam", Preemption.swap), (stateful, "sample", Preemption.recompute)),
+)
+def test_a_measured_point_of_several_sequences_has_the_counts_of_its_prediction(
+    made: Made, mode: str, preemption: Preemption, cache_dir: Path
+) -> None:
+    config = crowded(made(cache_dir, GroupPages.uniform))
+    config.cache.pool_tokens = 800 if config.model.state_layers else 320
+    config.decoding.mode = DecodingMode.sample
+    config.decoding.n, config.decoding.beam_width = (3, 1) if mode == "sample" else (1, 3)
+    config.scheduler.preemption = preemption
+    config.cache.host_tokens = 0 if preemption is Preemption.recompute else 4000
+    assert check_settings(config) == []
+    check_point(config)
+    record = run_point(config).record
+    assert record.levels["counts"]["identical"]
+    assert record.audit["checks"] == record.levels["counts"]["steps"]
+    assert config.model.state_layers or record.measured["median"]["preemptions"] > 0
 
 
 def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:

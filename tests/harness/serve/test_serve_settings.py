@@ -126,16 +126,6 @@ def test_a_server_with_groups_answers_as_one_without(groups):
     assert engine.runner.audits == engine.counters.steps
 
 
-def test_a_server_with_groups_refuses_several_sequences_by_name():
-    import httpx
-
-    with served(built(*WINDOWED, "cache.groups=uniform")) as address:
-        body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 4, "n": 2}
-        answer = httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S)
-    assert answer.status_code == 400
-    assert "has 2 sequences, which the engine does not run" in answer.text
-
-
 def test_groups_that_the_model_does_not_have_are_refused():
     from harness.config.errors import ConfigError
 
