@@ -166,8 +166,8 @@ def pieces_of(
     for table, start, context, end in spans:
         begin, depth = context, 0
         source = int(table[(begin - 1) // block_size]) if begin else NO_STATE
-        first = context // block_size
-        left = first if aligned and context % block_size and end > (first + 1) * block_size else None
+        opens = context // block_size
+        left = opens if aligned and context % block_size and end > (opens + 1) * block_size else None
         while begin < end:
             block = begin // block_size
             while not table[block] or block == left:
