@@ -234,12 +234,12 @@ def test_cbor_hashes_are_those_of_vllm() -> None:
     assert before.hex().startswith("4e1195df020d")  # vLLM's NONE_HASH for PYTHONHASHSEED=0
     expected = []
     lora = ("lora", "sql", "/adapters/sql")
-    for tokens, extra in (((7, 300), (lora, ("cache_salt", "salt"))), ((70_000, 1), (lora,))):
+    for tokens, extra in (((7, 300), (lora, ("cache_salt", "salt"))), ((70_000, 200), (lora,))):
         before = hashlib.sha256(cbor2.dumps((before, tokens, extra), canonical=True)).digest()
         expected.append(before)
     identity = TokenIdentity(
         0,
-        [7, 300, 70_000, 1, 5],
+        [7, 300, 70_000, 200, 5],
         "salt",
         adapter="sql",
         adapter_path="/adapters/sql",
