@@ -94,21 +94,24 @@ def _python_page(title: str, about: str, names: tuple[str, ...]) -> str:
 
 @cache
 def comments() -> Mapping[tuple[str, str], str]:
-    """What the comment behind a field or a value says, by the names of its class and of itself."""
+    """What the comment behind a field or a value says, or that above it, by the names of its class and of itself."""
     found = {}
     for source in _SOURCES:
         with (ROOT / source).open("rb") as file:
-            by_line = {
-                token.start[0]: token.string.lstrip("# ")
-                for token in tokenize.tokenize(file.readline)
-                if token.type == tokenize.COMMENT
-            }
+            comments = [each for each in tokenize.tokenize(file.readline) if each.type == tokenize.COMMENT]
+        by_line = {each.start[0]: each.string.lstrip("# ") for each in comments}
+        alone = {each.start[0] for each in comments if each.line.lstrip().startswith("#")}
         for node in ast.walk(ast.parse((ROOT / source).read_text(encoding="utf-8"))):
             for line in node.body if isinstance(node, ast.ClassDef) else ():
                 target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
                 if isinstance(target, ast.Name):
                     lines = range(line.lineno, (line.end_lineno or line.lineno) + 1)
-                    texts = [by_line[number] for number in lines if number in by_line]
+                    behind = [by_line[number] for number in lines if number in by_line]
+                    texts = [*behind]
+                    number = line.lineno - 1
+                    while not behind and number in alone:
+                        texts.insert(0, by_line[number])
+                        number -= 1
                     found[node.name, target.id] = " ".join(texts)
     return found
 

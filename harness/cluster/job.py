@@ -308,10 +308,8 @@ def _parameters(name: str, groups: list[Group], order: Order) -> dict[str, Any]:
         "gpus_per_node": execute.gpus or None,
         "mem": f"{execute.memory_gb * 1e9 / 2**20:.0f}M" if execute.memory_gb else None,
         "setup": [execute.setup] if execute.setup else None,
-        "srun_args": [
-            f"--cpus-per-task={execute.cpus}",
-            *shlex.split(execute.srun or ""),
-        ],  # srun inherits it not
+        # srun inherits it not
+        "srun_args": [f"--cpus-per-task={execute.cpus}", *shlex.split(execute.srun or "")],
         "array_parallelism": len(groups),
         "additional_parameters": further,
     }

@@ -123,9 +123,8 @@ class WorkloadConfig:
     num_requests: int | None = 64  # number of rows, from the first on; null: all
     request_rate: float | None = None  # mean requests per second, by scaling time; null: as recorded
     length_scale: float = 1.0  # factor on prompt, output and shared-prefix lengths
-    prefix_share: float | None = (
-        None  # of prompt tokens that stood in an earlier prompt; null: as in the trace
-    )
+    # of prompt tokens that stood in an earlier prompt; null: as in the trace
+    prefix_share: float | None = None
     num_prefixes: int = 8  # how many distinct shared prefixes there are
     prefix_zipf: float = 1.0  # popularity exponent of the shared prefixes; 0 is uniform
     widths: Widths = Widths.recorded
@@ -184,9 +183,8 @@ class ModelConfig:
     chunked_windows: bool = False  # a window is the chunk of fixed place that a token lies in (Llama 4)
     state_layers: int = 0  # layers with a recurrent state and no K and V; the engine builds family=qwen3_next
     state_bytes: int = 0  # of a sequence's state in one of them
-    latent_rank: int = (
-        0  # latent attention (MLA): width of the latent vector; 0: none, and the next three do not apply
-    )
+    # latent attention (MLA): width of the latent vector; 0: none, and the next three do not apply
+    latent_rank: int = 0
     rope_dim: int = 0  # width of its rotary key; head_dim is the other part
     value_dim: int = 0  # width of a head's value
     query_rank: int = 0  # width of its compressed query; 0: not compressed
@@ -241,9 +239,8 @@ class CacheConfig:
     deduplicate: bool = False  # free a block whose content another block held first
     copy_at_fork: bool = False  # branches never share a block: shows what copy-on-write saves
     host_tokens: int = 0  # KV slots of host memory for swapped requests
-    eviction: str = (
-        "lru"  # which cached block is evicted first: a rule of Eviction, or module:Class of your own
-    )
+    # which cached block is evicted first: a rule of Eviction, or module:Class of your own
+    eviction: str = "lru"
     ttl_s: float = 60.0  # eviction=ttl: how long what a session has released is kept, s
     pinned_tokens: int = 1024  # eviction=pinned: leading tokens of every prompt that are evicted last
     tier_tokens: int = 0  # KV slots of host memory below the pool, a second tier of the prefix cache
@@ -257,18 +254,14 @@ class CacheConfig:
     placement: Placement = Placement.auto  # contiguous only
     max_model_len: int | None = None  # longest prompt + output; contiguous_max reserves it; null: the model's
     groups: GroupPages = GroupPages.off  # how layers that keep different things share the memory
-    window_hits: WindowHits = (
-        WindowHits.window
-    )  # with groups: which blocks of windowed layers a prefix hit needs
-    retention_interval: int | None = (
-        0  # with groups: of windows and states the prefix cache keeps what a hit needs at
-    )
-    # checkpoints, and every so many tokens; null: at every match unit (vLLM's prefix_cache_retention_interval)
+    # with groups: which blocks of windowed layers a prefix hit needs
+    window_hits: WindowHits = WindowHits.window
+    # with groups: keep of windows and states what a hit needs at checkpoints and every so many tokens; null: everywhere
+    retention_interval: int | None = 0
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
     states: StateMode = StateMode.align  # with groups: which states layers with recurrent state keep
-    state_every: int | None = (
-        None  # tokens of a block of states, but for groups=uniform; null: as of other layers
-    )
+    # tokens of a block of states, but for groups=uniform; null: as of other layers
+    state_every: int | None = None
 
 
 @dataclass
@@ -279,9 +272,8 @@ class SchedulerConfig(SchedulerOptions):
     victim: str | None = None  # module:Class of your own choice of the request to preempt; null: by `policy`
     admission: str | None = None  # module:Class of your own admission rule; null: admit what fits
     async_scheduling: bool = False  # schedule a step while the one before it runs
-    async_frees_at_once: bool = (
-        False  # then too what a step ends is free for the next, as PageTwin once had it
-    )
+    # then too what a step ends is free for the next, as PageTwin once had it
+    async_frees_at_once: bool = False
 
 
 @dataclass
@@ -309,9 +301,8 @@ class CostKind(StrEnum):
     fitted = "fitted"
     table = "table"  # attention interpolated in a measured grid, all else fitted
     roofline = "roofline"
-    operators = (
-        "operators"  # attention and matrix products from a CSV of timed operators, all else as roofline
-    )
+    # attention and matrix products from a CSV of timed operators, all else as roofline
+    operators = "operators"
     published = "published"  # whole steps from published timings of operators on GPUs (extra gpu-tables)
 
 
@@ -371,9 +362,8 @@ class DeviceConfig:
     memory_utilization: float = 0.9  # share of the memory that the engine may take, as in vLLM
     activation_gb: float | None = 0.0  # 10^9 bytes: peak of vLLM's profile run; null: by formula
     other_memory_gb: float = 0.0  # 10^9 bytes: what libraries hold beside it
-    graph_memory_gb: float = (
-        0.0  # 10^9 bytes: CUDA graphs; vLLM subtracts them from 0.21 on, its log says how much
-    )
+    # 10^9 bytes: CUDA graphs; vLLM subtracts them from 0.21 on, its log says how much
+    graph_memory_gb: float = 0.0
     bandwidth_efficiency: float = 1.0  # share of the bandwidth that reading weights reaches
     kv_efficiency: float = 1.0  # share of the bandwidth that reading KV in attention reaches
     compute_efficiency: float = 1.0  # share of the peak FLOP/s that dense layers reach
@@ -386,9 +376,8 @@ class DeviceConfig:
     link_latency_us: float = 10.0  # of one all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
-    disk_read_gbs: float = (
-        5.0  # 10^9 bytes/s from the disk of cache.disk_tokens, beside the link to the device
-    )
+    # 10^9 bytes/s from the disk of cache.disk_tokens, beside the link to the device
+    disk_read_gbs: float = 5.0
     disk_write_gbs: float = 2.0
     disk_latency_us: float = 100.0  # of one block or chunk
     # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
@@ -415,15 +404,13 @@ class CostConfig:
     # Follow the device's pace: on a CPU measured times are divided by it, on a GPU the prediction is scaled by it
     follow_pace: bool = True
     cache_dir: str | None = None  # where calibrations are kept; null: the user's cache directory
-    bounds: bool | None = (
-        None  # roofline: replay at the bound and at the ends too; null: up to 2,000 requests
-    )
+    # roofline: replay at the bound and at the ends too; null: up to 2,000 requests
+    bounds: bool | None = None
     operators: str | None = None  # operators: the CSV, with rows of the predicted device (device.name)
     kernels: str | None = None  # table: folder (or table) of bench kernels; null: calibrate's grid
     engine: TableEngine = TableEngine.vllm  # published: whose kernels
-    block_sizes: bool = (
-        False  # roofline of a GPU: price block size by a static model of our kernels, not measured
-    )
+    # roofline of a GPU: price block size by a static model of our kernels, not measured
+    block_sizes: bool = False
 
 
 @dataclass
@@ -441,14 +428,12 @@ class ReplayConfig:
     burstiness: float = 2.0  # gamma: coefficient of variation of the gaps; 1 is Poisson
     duration_s: float | None = None  # stop then, in virtual time; null: when all requests have ended
     records: bool = True  # keep a row for every step and request; false: metrics alone, in constant memory
-    kv_events: bool = (
-        False  # keep each change of the prefix cache as a file in vLLM's format, one for each run
-    )
+    # keep each change of the prefix cache as a file in vLLM's format, one for each run
+    kv_events: bool = False
     lookups: bool = False  # keep a table of the prefix cache's lookups
     residency: float | None = None  # share of blocks whose lifetime, idle time and reuse are kept as a table
-    optimum: bool = (
-        False  # also compute a bound on the hits of any order of eviction (Belady), for the run's own order
-    )
+    # also compute a bound on the hits of any order of eviction (Belady), for the run's own order
+    optimum: bool = False
     compiled: Compiled = Compiled.auto  # machine code where the rules allow (harness.workload.simulate)
 
 
@@ -464,9 +449,8 @@ class AllowedDifference(StrEnum):
 
     none = "none"
     block_ids = "block_ids"  # numbers of blocks: the order in which freed blocks without a hash are given out
-    scheduled_victim = (
-        "scheduled_victim"  # vLLM preempts by priority a request that the step has given tokens
-    )
+    # vLLM preempts by priority a request that the step has given tokens
+    scheduled_victim = "scheduled_victim"
     all = "all"
 
 
@@ -529,27 +513,21 @@ class ExecuteConfig:
     )
     attempts: int = 3  # jobs or tasks that may die with a point before the point has failed
     jobs: int = 32  # slurm: most jobs of one submission; the points are shared among them by their cost
-    job_min_s: float = (
-        60.0  # slurm: no job shorter than this, as far as earlier points tell how long they take
-    )
+    # slurm: no job shorter than this, as far as earlier points tell how long they take
+    job_min_s: float = 60.0
     minutes: int = 60  # slurm: time limit of a job; it is requeued shortly before, and goes on
     partition: str | None = None  # slurm: one or several, with commas; null: the cluster's default
-    options: str | None = (
-        None  # slurm: further options of sbatch, as on its command line: --account=... --qos=...
-    )
-    spread_s: float = (
-        180.0  # local: measured points are open together for so long, a run each in turn; 0: one by one
-    )
+    # slurm: further options of sbatch, as on its command line: --account=... --qos=...
+    options: str | None = None
+    # local: measured points are open together for so long, a run each in turn; 0: one by one
+    spread_s: float = 180.0
     setup: str | None = None  # slurm: a line of shell that runs in each job before Python: module load ...
-    python: str | None = (
-        None  # slurm: command that starts Python, for containers: apptainer exec F.sif python3
-    )
-    srun: str | None = (
-        None  # slurm: further options of srun, for containers by a plugin: --container-image=...
-    )
-    folder: str | None = (
-        None  # slurm: private folder of job files, on all nodes; null: the user's state folder
-    )
+    # slurm: command that starts Python, for containers: apptainer exec F.sif python3
+    python: str | None = None
+    # slurm: further options of srun, for containers by a plugin: --container-image=...
+    srun: str | None = None
+    # slurm: private folder of job files, on all nodes; null: the user's state folder
+    folder: str | None = None
     poll_s: float = 5.0  # slurm: seconds between two looks at the queue
     address: str | None = (
         None  # ray: HOST:PORT of the cluster, auto or local; null: RAY_ADDRESS, or else local

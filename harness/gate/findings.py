@@ -38,11 +38,8 @@ class GateVerdict(StrEnum):
 
 
 _GRAVITY = (GateVerdict.passed, GateVerdict.inconclusive, GateVerdict.regressed)
-EXIT_CODES = {
-    GateVerdict.passed: 0,
-    GateVerdict.regressed: 1,
-    GateVerdict.inconclusive: 3,
-}  # 2 means wrong input
+# 2 means wrong input
+EXIT_CODES = {GateVerdict.passed: 0, GateVerdict.regressed: 1, GateVerdict.inconclusive: 3}
 
 
 @dataclass(frozen=True)

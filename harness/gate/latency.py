@@ -37,9 +37,8 @@ if TYPE_CHECKING:
 # Reasons of NVML (nvmlClocksEventReason…) why the device runs slower than it was asked to.
 _SLOWDOWNS = {0x4: "power cap", 0x8: "hardware slowdown"}
 _SLOWDOWNS |= {0x20: "thermal (software)", 0x40: "thermal (hardware)"}
-_HARMLESS = (
-    0x4  # many devices reach their power cap under full load: reported, but no reason to doubt a ratio
-)
+# many devices reach their power cap under full load: reported, but no reason to doubt a ratio
+_HARMLESS = 0x4
 
 
 @dataclass(frozen=True)

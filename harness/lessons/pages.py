@@ -142,9 +142,8 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
     label = " ".join(overrides)
     if not config.measure:
         return _recorded(resolved, cost_model(resolved.deployment), label)
-    cost = calibrated_cost(
-        resolved.deployment, progress, set()
-    )  # a device is calibrated before it is measured
+    # a device is calibrated before it is measured
+    cost = calibrated_cost(resolved.deployment, progress, set())
     measured = _measured(resolved, cost, label, progress)
     predicted = _recorded(resolved, cost, label)
     first, second = sorted((measured, predicted), key=lambda one: one.times[-1], reverse=True)

@@ -64,9 +64,8 @@ class RequestRow(NamedTuple, Generic[T]):
     preemptions: T  # times it lost its blocks
     outcome: T  # of `Outcome`
     generated: T  # tokens of all its sequences
-    returned: (
-        T  # tokens of the sequences that answer it: the best one of a beam search, and every parallel sample
-    )
+    # tokens of the sequences that answer it: the best one of a beam search, and every parallel sample
+    returned: T
 
 
 REQUEST_COLUMNS = (

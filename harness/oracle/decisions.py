@@ -57,9 +57,8 @@ class Cause(StrEnum):
     """Differences that are known, and are no faults of either side."""
 
     block_ids = "block_ids"  # numbers of blocks that stand for each other
-    scheduled_victim = (
-        "scheduled_victim"  # vLLM preempts by priority a request that the step has given tokens
-    )
+    # vLLM preempts by priority a request that the step has given tokens
+    scheduled_victim = "scheduled_victim"
 
 
 @dataclass(frozen=True, slots=True)

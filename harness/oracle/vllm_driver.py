@@ -292,9 +292,8 @@ class Driver(Watched):
         self.asked = _asked(config, scheduler)
         caching, self._drafts = settings["prefix_caching"], settings.get("draft_tokens", 0)
         self._ahead = settings["async_scheduling"]
-        self._under_way: Any = (
-            None  # a step, which of its requests get a token, the drafts that are right in it
-        )
+        # a step, which of its requests get a token, the drafts that are right in it
+        self._under_way: Any = None
         super().__init__(scheduler, get_request_block_hasher(hash_tokens, sha256) if caching else None)
 
     def step(self, accepted: dict[str, int], idle: bool) -> dict[str, Any]:

@@ -272,9 +272,8 @@ def check_cost(deployment: Deployment) -> None:
         if kind is not CostKind.roofline:
             reason = f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out"
             raise ConfigError("cost.block_sizes", reason)
-        _ = (
-            deployment.hardware
-        )  # raises where the static model of our kernels lacks device, shape or block size
+        # raises where the static model of our kernels lacks device, shape or block size
+        _ = deployment.hardware
     if kind is CostKind.operators:
         if deployment.cost.operators is None:
             reason = "missing: cost=operators reads a table; add cost.operators=FILE.csv"

@@ -489,9 +489,8 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
                 f"{found.pairs} pairs, and in {found.clear_agree} of the {found.clear} that differ by more than "
                 "the spread."
             )
-    few = study.measured[
-        :: max(1, -(-len(study.measured) // _PAIRED))
-    ]  # of many points an evenly spread part
+    # of many points an evenly spread part
+    few = study.measured[:: max(1, -(-len(study.measured) // _PAIRED))]
     everywhere = ranking(list(combinations(few, 2)), RATES)
     if everywhere.clear:
         lines.append(

@@ -49,11 +49,8 @@ STATE_COLOURS: Mapping[str, str] = {
 RC: dict[Any, Any] = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],  # ships with matplotlib: the same layout on every machine
-    "font.serif": [
-        "STIXGeneral",
-        "Times New Roman",
-        "Liberation Serif",
-    ],  # the first ships with matplotlib, all are as wide
+    # the first ships with matplotlib, all are as wide
+    "font.serif": ["STIXGeneral", "Times New Roman", "Liberation Serif"],
     "font.size": 8,
     "axes.titlesize": 8,
     "axes.labelsize": 8,

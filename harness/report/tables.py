@@ -144,9 +144,8 @@ def latex_files(records: Sequence[PointRecord], axes: Axes, verdict: Verdict) ->
     points = points_table(records, axes)
     titles = [title for title, span in points.groups for _ in range(span)]
     both = list(zip(titles, points.head, strict=True))
-    printed = [
-        place for place, (_, side) in enumerate(both) if side != _SHORT["error"]
-    ]  # errors.tex has them
+    # errors.tex has them
+    printed = [place for place, (_, side) in enumerate(both) if side != _SHORT["error"]]
     rows = [[row[place] for place in printed] for row in spread(points.rows, _MOST_PRINTED)]
     files = {"points.tex": latex_table([both[place] for place in printed], rows, points.words)}
     judged = verdict_table(verdict)

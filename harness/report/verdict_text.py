@@ -284,9 +284,8 @@ def _mape(errors: Mapping[str, Any] | None) -> float | None:
 
 _ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
 UNREAD = "the first "  # begins the change that says that a trace was not read whole
-_OLD_SHARING = (
-    "of each prompt comes from one of"  # how a trace was shared when the setting was a part of each prompt
-)
+# how a trace was shared when the setting was a part of each prompt
+_OLD_SHARING = "of each prompt comes from one of"
 
 
 def beside_figures(records: Sequence[PointRecord]) -> list[str]:

@@ -44,7 +44,7 @@ def test_there_are_four_hundred_bad_inputs(tmp_path: Path) -> None:
     assert len(set(bad_inputs(tmp_path))) >= 400
 
 
-@cases("seed", range(4), day=1)
+@cases("seed", range(12), day=1)
 def test_a_sample_of_bad_inputs_ends_in_one_message_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], seed: int
 ) -> None:
@@ -58,9 +58,9 @@ def test_a_sample_of_bad_inputs_ends_in_one_message_each(
 
 
 @pytest.mark.nightly
-def test_every_bad_input_ends_in_one_message_with_little_memory_and_time(tmp_path: Path) -> None:
+def test_every_tenth_bad_input_ends_in_one_message_with_little_memory_and_time(tmp_path: Path) -> None:
     wrong = {}
-    for words in bad_inputs(tmp_path):
+    for words in [*bad_inputs(tmp_path)][::10]:  # a process each
         fault = tried(words, tmp_path)
         if fault:
             wrong[shlex.join(words)] = fault

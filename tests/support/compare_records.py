@@ -241,6 +241,8 @@ GROUPS = (
 _POLICIES = '''\
 """Policies of a user's own, which know nothing of the code that calls them but the documented arguments."""
 
+from engine.core.memory.eviction import EvictionPolicy
+
 
 class ShortPromptsFirst:
     """Serve short prompts first."""
@@ -270,20 +272,22 @@ class Broken:
         raise RuntimeError("broken on purpose")
 
 
-class NewestFirst:
+class NewestFirst(EvictionPolicy):
     """Evict what was released last."""
 
     def __init__(self):
+        super().__init__()
         self._order = {}
 
     def __len__(self):
         return len(self._order)
 
-    def push(self, blocks):
+    def push(self, blocks, table):
         self._order.update(dict.fromkeys(blocks))
 
-    def remove(self, block):
-        del self._order[block]
+    def reuse(self, blocks, queued):
+        for block in queued:
+            del self._order[block]
 
     def pop(self, count):
         return [self._order.popitem()[0] for _ in range(count)]

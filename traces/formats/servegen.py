@@ -67,9 +67,8 @@ class ServeGenClient:
     name: str
     sha256: str
     windows: tuple[Window, ...]
-    pmfs: dict[
-        int, tuple[LengthDistribution, LengthDistribution] | None
-    ]  # start of 6 h in seconds -> prompts, outputs
+    # start of 6 h in seconds -> prompts, outputs
+    pmfs: dict[int, tuple[LengthDistribution, LengthDistribution] | None]
 
     def lengths(self, start_s: int, source: np.random.Generator, count: int) -> tuple[list[int], list[int]]:
         """Prompt and output lengths of `count` requests in the window that starts at `start_s`."""
