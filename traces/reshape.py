@@ -60,7 +60,7 @@ class Links:
         return self._dropped[parent][0] if parent in self._dropped else parent, tuple(waits)
 
 
-def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> tuple[TraceRequest, ...]:
+def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> Requests:
     """The requests with a true flag in `is_kept`, with their links repaired."""
     links, kept = Links(), []
     for request, keep in zip(requests, is_kept, strict=True):
@@ -72,7 +72,7 @@ def keep_requests(requests: Iterable[TraceRequest], is_kept: Iterable[bool]) -> 
             release = AFTER if after and request.release == AFTER else AT
             request = replace(request, parent=parent, after=after, release=release)
         kept.append(request)
-    return tuple(kept)
+    return Requests.of(kept)
 
 
 def take(trace: Trace, num_requests: int) -> Trace:
@@ -306,14 +306,12 @@ def sampled(trace: Trace, num_requests: int) -> Trace:
     for start in starts:
         inside[start : start + size] = [True] * size
     kept = keep_requests(trace.requests, inside)
-    gap_us = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) // max(1, count - 1)
-    rows, lost_us = [], kept[0].arrival_us
-    for place, row in enumerate(kept):
-        if place and place % size == 0 and row.arrival_us - kept[place - 1].arrival_us > gap_us:
-            lost_us += row.arrival_us - kept[place - 1].arrival_us - gap_us
-        rows.append(replace(row, arrival_us=row.arrival_us - lost_us))
-    sentence = f"{len(rows):,} of {count:,} requests, in {windows} windows over the whole trace"
-    return trace.changed(tuple(rows), sentence)
+    times = trace.columns.arrival_us
+    gap_us = int(times[-1] - times[0]) // max(1, count - 1)
+    gaps_us = np.diff(kept.arrival_us, prepend=kept.arrival_us[0])
+    gaps_us[size::size] = np.minimum(gaps_us[size::size], gap_us)
+    sentence = f"{len(kept):,} of {count:,} requests, in {windows} windows over the whole trace"
+    return trace.changed(replace(kept, arrival_us=np.cumsum(gaps_us)), sentence)
 
 
 def drop_oversize(trace: Trace, verdicts: Mapping[int, str]) -> Trace:
@@ -373,7 +371,7 @@ def slice_rows(trace: Trace, first: float, last: float, *, whole_sessions: bool 
 def slice_time(trace: Trace, first: float, last: float, *, whole_sessions: bool = False) -> Trace:
     """Requests that arrive from `first` to before `last`, in seconds from the trace's start. Else as `slice_rows`."""
     start = trace.requests[0].arrival_us if trace.requests else 0
-    inside = [first <= (request.arrival_us - start) / 1e6 < last for request in trace.requests]
+    inside = [first <= (at_us - start) / 1e6 < last for at_us in trace.columns.arrival_us.tolist()]
     return _cut(trace, inside, whole_sessions, f"arrivals from {first:g} to {last:g} s")
 
 
@@ -384,8 +382,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
     if not kept:
         reason = f"no request in the window ({window}); the trace has {len(trace.requests):,}"
         raise ParameterError("window", reason)
-    start = kept[0].arrival_us
-    moved = Requests.of(replace(request, arrival_us=request.arrival_us - start) for request in kept)
+    moved = replace(kept, arrival_us=kept.arrival_us - kept.arrival_us[0])
     if moved == trace.requests:
         return trace
     cut = sum(request.parent is None and (request.turn or 1) > 1 for request in moved)

@@ -8,7 +8,7 @@ import hashlib
 import json
 import operator
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, field, fields, make_dataclass, replace
+from dataclasses import astuple, dataclass, field, fields, replace
 from enum import StrEnum
 from functools import cached_property
 from itertools import pairwise, repeat, starmap
@@ -116,17 +116,8 @@ _OTHER_FIELDS = tuple((f.name, f.default) for f in fields(TraceRequest) if f.nam
 _OTHER_VALUES = attrgetter(*(name for name, _ in _OTHER_FIELDS))
 _DEFAULTS = tuple(default for _, default in _OTHER_FIELDS)
 _PLACES = {name: place for place, (name, _) in enumerate(_OTHER_FIELDS)}
-_Unfrozen: Any = make_dataclass("_Unfrozen", [f.name for f in fields(TraceRequest)], slots=True)
 Ints = npt.NDArray[np.int64]
 _CHUNK = 4096  # rows that are made at a time
-
-
-def _new_request(*values: Any) -> TraceRequest:
-    """The same as `TraceRequest(*values)`; a frozen dataclass takes five times as long to be made by its own name."""
-    made = _Unfrozen(*values)
-    made.__class__ = TraceRequest
-    request: TraceRequest = made
-    return request
 
 
 class SegmentColumns(NamedTuple):
@@ -241,7 +232,7 @@ class Requests(Sequence[TraceRequest]):
         columns = [getattr(self, name)[first:last].tolist() for name in _LENGTHS[:-1]]
         lengths = zip(*columns, self.segments.rows(first, last), strict=True)
         others = repeat(_DEFAULTS, last - first) if self.others is None else self.others[first:last]
-        return starmap(_new_request, map(operator.add, lengths, others))
+        return starmap(TraceRequest, map(operator.add, lengths, others))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Requests):

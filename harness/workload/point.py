@@ -22,7 +22,6 @@ from harness.config.schema import (
     RunConfig,
     SchedulerConfig,
 )
-from harness.config.values import PerObject
 from harness.replay.arrivals import LATEST_NS, Arrivals, FrontEnd, Resubmitting, TimedRequest
 from harness.replay.beams import Genealogy
 from harness.replay.cost_model import CostSource
@@ -404,7 +403,7 @@ _USUAL = 0.995  # of the lengths
 
 def _all_fit(point: Point) -> bool:
     """Whether it is known, without a look at every request, that all fit; each has one sequence."""
-    hardest = _hardest(point.trace)
+    hardest = _front(point.trace)
     lengths = tuple((row.prompt_tokens, row.output_tokens) for row in hardest)
     asked = (point.pool, id(point.deployment.cache), id(point.deployment.scheduler), lengths)
     if not hardest or asked in _FITTING:
@@ -437,9 +436,6 @@ def _front(trace: Trace) -> Sequence[TraceRequest]:
     outputs = rows.output_tokens[order]
     longest_before = np.maximum.accumulate(outputs) if len(order) else outputs
     return rows.take(order[np.diff(longest_before, prepend=0) > 0])
-
-
-_hardest = PerObject(_front, most=64)
 
 
 TOO_LONG, NEVER_FITS = "longer_than_the_model", "never_fits"
