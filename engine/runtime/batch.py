@@ -219,7 +219,7 @@ class GroupedStep:
                 step = StateStep(layout, view, batch.position_ids[0].cpu().numpy(), singly=singly)
                 self.states |= dict.fromkeys(view.layers, step)
             elif view.group.kind is GroupKind.latent:
-                self._steps[index] = LatentStep(layout, slots, view, timer)
+                self._steps[index] = LatentStep(layout, slots, view, timer, workspace, backend)
             else:
                 metadata = attention_metadata(layout, view, workspace, backend)
                 self._steps[index] = PagedStep(metadata, slots, view, timer)

@@ -31,6 +31,7 @@ from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 if TYPE_CHECKING:
     from paged_kernels.triton.decode import PartsOfStep
 
+SHORT_QUERIES = 64  # of a sequence whose keys are read in parts; longer chunks fill a device by their queries
 Run = Callable[[], None]
 
 
@@ -42,15 +43,19 @@ def run_triton(
     num_splits: int | None,
     workspace: Workspace | None,
     parts: "PartsOfStep | None" = None,
-    prefill_kernel: str = "plain",
+    prefill_kernel: str = "auto",
 ) -> None:
     """Run the batch in one launch. A decode may need one before that lists the parts of its rows (unless `parts` has
     the list), and one after it that combines them. `prefill_kernel` is one of `backends.PREFILL_KERNELS`.
     """
-    if batch.max_seqlen_q == 1 and len(batch.q) == len(batch.seq_lens):
+    single = batch.max_seqlen_q == 1 and len(batch.q) == len(batch.seq_lens)
+    if single or (prefill_kernel == "auto" and batch.max_seqlen_q <= SHORT_QUERIES):
+        from paged_kernels.triton.decode import Queries
         from paged_kernels.triton.decode import run_decode as run_decode_kernel
 
-        run_decode_kernel(*batch[:5], scoring, out, lse, num_splits, workspace=workspace, parts=parts)
+        queries = None if single else Queries(batch.cu_seqlens_q, batch.max_seqlen_q)
+        options = {"queries": queries, "workspace": workspace, "parts": parts}
+        run_decode_kernel(*batch[:5], scoring, out, lse, num_splits, **options)
     elif prefill_kernel == "hopper":
         from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 
@@ -205,7 +210,7 @@ def paged_attention_prefill(
     workspace: Workspace | None = None,
     backend: str = "auto",
     validate: bool = True,
-    prefill_kernel: str = "plain",
+    prefill_kernel: str = "auto",
 ) -> torch.Tensor:
     """Ragged queries over paged KV, causal: sequence i owns rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q.
 
@@ -214,6 +219,7 @@ def paged_attention_prefill(
     the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Returns,
     fills, checks and raises as `paged_attention_decode`.
 
+    On the Triton backend the decode kernel computes sequences of up to 64 queries, unless `prefill_kernel` is "plain".
     `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
     and its speed are not known; it refuses other devices, and what it does not serve, by name.
     """
@@ -233,7 +239,7 @@ def _dispatch(
     workspace: Workspace | None,
     backend: str,
     num_splits: int | None,
-    prefill_kernel: str = "plain",
+    prefill_kernel: str = "auto",
     *,
     validate: bool,
 ) -> torch.Tensor:

@@ -15,7 +15,7 @@ from paged_kernels.checks import BackendUnavailableError, OptionError
 from paged_kernels.scoring import Scoring
 
 BACKENDS = ("native", "torch", "torch_ref", "triton")
-PREFILL_KERNELS = ("plain", "hopper")  # "hopper" has never run on a GPU: it is only chosen by name
+PREFILL_KERNELS = ("auto", "plain", "hopper")  # "hopper" has never run on a GPU: it is only chosen by name
 HOPPER = (9, 0)  # its compute capability, the only one with the matrix instructions of that kernel (wgmma)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
@@ -154,8 +154,8 @@ def check_prefill_kernel(
         BackendUnavailableError: the device or the backend has no such kernel.
     """
     if name not in PREFILL_KERNELS:
-        raise OptionError(f"prefill_kernel {name!r} does not exist; choose {' or '.join(PREFILL_KERNELS)}")
-    if name == "plain":
+        raise OptionError(f"prefill_kernel {name!r} does not exist; choose {', '.join(PREFILL_KERNELS)}")
+    if name != "hopper":
         return
     reason = no_hopper(q.device)
     if reason or backend != "triton":

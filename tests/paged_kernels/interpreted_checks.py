@@ -6,7 +6,17 @@ program costs about 7 ms here and a tile 4 ms. What runs at full size and in all
 
 import pytest
 import torch
-from interpreted_cases import attend, check, cut_short_rows, halves, options_of, random_batches, spec_of
+from interpreted_cases import (
+    LATENT_WIDTHS,
+    attend,
+    check,
+    check_latent,
+    cut_short_rows,
+    halves,
+    options_of,
+    random_batches,
+    spec_of,
+)
 from tiers import cases
 
 from paged_kernels import (
@@ -15,6 +25,7 @@ from paged_kernels import (
     cascade_attention_decode,
     copy_blocks,
     merge_attn_states,
+    paged_attention_prefill,
     reshape_and_cache,
 )
 from paged_kernels.launch_policy import Room, parts_of_rows
@@ -166,6 +177,59 @@ def test_prefill_of_any_dtype(dtype, kv_dtype):
 
 def test_prefill_of_a_group_that_is_no_power_of_two():
     check(spec_of((20, 33), (20, 7), heads=3, kv_heads=1, dk=24, dv=16))
+
+
+SHORT = {"prefill_kernel": "auto"}
+UNEVEN = [
+    ((300, 90, 0, 1), (5, 3, 0, 1)),
+    ((333, 64, 130), (64, 64, 1)),
+    ((129, 260), (2, 17)),
+    ((70, 0, 200), (7, 2, 33)),
+]
+
+
+@cases("options", [*OPTIONS, {"heads": 7, "kv_heads": 1}, {"heads": 40, "kv_heads": 1}], day=OPTIONS[-1:])
+@cases(("lengths", "queries"), UNEVEN, day=UNEVEN[:1])
+@cases("block_size", [1, 8, 48, 128], day=(8,))
+def test_a_few_queries_a_row_are_read_in_parts(monkeypatch, lengths, queries, options, block_size):
+    cut_short_rows(monkeypatch)
+    check(spec_of(lengths, queries, block_size=block_size, **options), **SHORT)
+
+
+@cases(("dtype", "kv_dtype"), [(FP16, None), (BF16, None), (BF16, E4M3), (FP32, E5M2)], day=((BF16, E4M3),))
+def test_a_few_queries_a_row_in_any_dtype(monkeypatch, dtype, kv_dtype):
+    cut_short_rows(monkeypatch)
+    check(spec_of((290, 75), (6, 2), dtype=dtype, kv_dtype=kv_dtype), **SHORT)
+
+
+def test_queries_in_more_rows_than_one_launch_holds(monkeypatch):
+    monkeypatch.setattr("paged_kernels.triton.decode.MAX_ROWS", 2)
+    check(spec_of((90, 40, 70), (20, 3, 9), heads=2, kv_heads=1), **SHORT)
+
+
+def test_queries_of_no_row_stay_as_they_are():
+    case = build_case(spec_of((40, 30), (5, 3)))
+    q = torch.cat([case.q, case.q[:2]])
+    out = torch.full((10, *case.q.shape[1:]), 7.0)
+    inputs = (q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q, 5)
+    paged_attention_prefill(*inputs, **options_of(case), out=out, backend="triton")
+    assert relative_error(out[:8], exact_attention(case)[0]) < TOLERANCE[FP32]
+    assert (out[8:] == 7.0).all()
+
+
+@cases("widths", LATENT_WIDTHS, day=LATENT_WIDTHS[:1])
+@cases("heads", [1, 4, 20], day=(20,))
+@cases("window", [0, 50], day=(50,))
+@cases("queries", [(1, 1), (5, 2), (33, 1)], day=((5, 2),))
+def test_latent_vectors_are_keys_and_values(monkeypatch, widths, heads, window, queries):
+    cut_short_rows(monkeypatch)
+    check_latent((300, 133), queries, heads, widths, window=window)
+
+
+@cases("num_splits", [1, 3], day=(3,))
+@cases("dtype", [BF16, FP16], day=(BF16,))
+def test_parts_of_latent_vectors_merge(num_splits, dtype):
+    check_latent((130, 0, 64), (), 16, (64, 16), num_splits=num_splits, dtype=dtype)
 
 
 @cases("options", [{}, *OPTIONS[1:3], {"sinks": True}, {"kv_dtype": E5M2}], day=({"kv_dtype": E5M2},))

@@ -4,10 +4,11 @@ import random
 
 import torch
 
-from paged_kernels import launch_policy, paged_attention_decode, paged_attention_prefill
+from paged_kernels import launch_policy, paged_attention_decode, paged_attention_prefill, reference
 from paged_kernels.launch_policy import Room
 from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 from paged_kernels.triton import launch
+from paged_kernels.triton.decode import Queries, run_decode
 
 FP32 = torch.float32
 # multiprocessors, and programs of a decode of bfloat16 heads of 128 that one holds
@@ -54,13 +55,13 @@ def options_of(case):
     return case.scoring._asdict()
 
 
-def attend(case, *, num_splits=None, workspace=None, lse=None):
-    """The case through the Triton kernels."""
+def attend(case, *, num_splits=None, workspace=None, lse=None, prefill_kernel="plain"):
+    """The case through the Triton kernels. `prefill_kernel` "auto" takes the decode kernel for a few queries a row."""
     common = options_of(case) | {"lse": lse, "workspace": workspace, "backend": "triton"}
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
     if case.decode:
         return paged_attention_decode(*inputs, num_splits=num_splits, **common)
-    return paged_attention_prefill(*inputs, case.cu_seqlens_q, **common)
+    return paged_attention_prefill(*inputs, case.cu_seqlens_q, prefill_kernel=prefill_kernel, **common)
 
 
 def check(spec, **arguments):
@@ -71,6 +72,38 @@ def check(spec, **arguments):
     exact, sums = exact_attention(case)
     assert relative_error(found, exact) < TOLERANCE[spec.dtype]
     assert torch.allclose(lse.double(), sums, atol=1e-5 if spec.dtype == FP32 else 2e-2)
+
+
+LATENT_WIDTHS = [(32, 8), (64, 16), (128, 32)]  # of a latent vector and of a rotary key
+
+
+def latent_case(lengths, queries, heads, widths, *, window=0, block_size=8, dtype=FP32):
+    """Inputs of an absorbed latent decode (q, both caches, table, lengths, scoring), its bounds, and the exact result.
+
+    Slots that nobody wrote are NaN, and the tables end in garbage.
+    """
+    rank, rope = widths
+    wide = build_case(
+        spec_of(lengths, queries, heads=heads, kv_heads=1, dk=rank + rope, dv=rank, window=window,
+                block_size=block_size, dtype=dtype)
+    )  # fmt: skip
+    latents, rotary = (part.contiguous() for part in wide.key_cache.split(widths, dim=3))
+    exact = reference.paged_attention(
+        wide.q.double(), wide.key_cache.double(), latents.double(), wide.block_table, wide.seq_lens,
+        wide.cu_seqlens_q, wide.scoring,
+    )  # fmt: skip
+    return (wide.q, latents, rotary, wide.block_table, wide.seq_lens, wide.scoring), wide.cu_seqlens_q, exact
+
+
+def check_latent(lengths, queries, heads, widths, *, num_splits=None, **options):
+    """Output and LSE of the decode kernel over latent vectors against float64."""
+    inputs, bounds, (exact, sums) = latent_case(lengths, queries, heads, widths, **options)
+    q, out = inputs[0], inputs[0].new_full((*inputs[0].shape[:2], widths[0]), float("nan"))
+    lse = torch.full(q.shape[:2], float("nan"))
+    several = Queries(bounds, max(queries)) if queries else None
+    run_decode(*inputs, out, lse, num_splits, queries=several, latent=True)
+    assert relative_error(out, exact) < TOLERANCE[q.dtype]
+    assert torch.allclose(lse.double(), sums, atol=1e-5 if q.dtype == FP32 else 2e-2)
 
 
 def halves(case, shared):

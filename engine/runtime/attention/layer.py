@@ -21,10 +21,18 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from engine.runtime.attention.metadata import AttentionMetadata, PrefillRow, StepLayout, slots_of
+from engine.runtime.attention.metadata import (
+    AttentionMetadata,
+    LatentRows,
+    PrefillRow,
+    StepLayout,
+    serves_latents,
+    slots_of,
+)
 from engine.runtime.errors import ModelError
-from engine.runtime.group_pool import CacheTensors
-from paged_kernels import Scoring
+from engine.runtime.group_pool import CacheTensors, GroupView
+from paged_kernels import Scoring, Workspace
+from paged_kernels.attention import SHORT_QUERIES
 from paged_kernels.scoring import causal_window
 from paged_kernels.torch import cache as torch_cache
 
@@ -273,22 +281,32 @@ class LatentStep:
     """The latent layers of one step: stores latent vectors in pages, and attends to them.
 
     Rows of one query read the latent vectors as they are (`Absorbed`): the query is brought into their space, and what
-    it reads is brought out of it. Longer rows attend to what the vectors expand to, which is less work for them. The
-    rows are those of `layout`, in the tensors of `pool`; `slots` `[tokens]` are the slots of the new tokens.
+    it reads is brought out of it. Longer rows attend to what the vectors expand to, which is less work for them. On
+    Triton, steps whose rows have few queries read the vectors as they are too, by the decode kernel. The rows are those
+    of `layout`, in the tensors of `pool`; `slots` `[tokens]` are the slots of the new tokens.
     """
 
     def __init__(
-        self, layout: StepLayout, slots: torch.Tensor, pool: CacheTensors, timer: AttentionTimer
+        self,
+        layout: StepLayout,
+        slots: torch.Tensor,
+        pool: GroupView,
+        timer: AttentionTimer,
+        workspace: Workspace,
+        backend: str,
     ) -> None:
         self._slots, self._pool, self._timer = slots, pool, timer
         singles = [
             PrefillRow(table, number, 1, int(length))
             for number, (table, length) in enumerate(zip(layout.tables, layout.lengths, strict=True))
         ]
-        self._rows, self._singles = [*singles, *layout.prefills], len(singles)
-        read = [slots_of(row.table, 0, row.length, pool.block_size) for row in self._rows]
-        slots_read = torch.from_numpy(np.concatenate(read)).to(pool.device)
-        self._read = slots_read // pool.block_size, slots_read % pool.block_size
+        self._rows, self._inside = [*singles, *layout.prefills], len(singles)
+        self._kernel = None
+        if backend == "triton" and serves_latents(pool):
+            if all(row.queries <= SHORT_QUERIES for row in layout.prefills):
+                self._inside = len(self._rows)
+            self._kernel = LatentRows(self._rows[: self._inside], pool, workspace)
+        self._places: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(self, call: LayerCall) -> torch.Tensor:
         """Attention of one latent layer; see `PagedStep.attend`. `key` and `value` are latents and rotary keys."""
@@ -297,23 +315,40 @@ class LatentStep:
         stored = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
         for cache, new in zip(stored, (key, value), strict=True):
             torch_cache.store(cache, new[0].transpose(0, 1), self._slots)
-        latent, rotary = (cache[*self._read, 0][None, None] for cache in stored)
         _check_latent(scoring)
-        products = absorbed(module, key, value) if self._singles else None
-        whole = self._rows[self._singles if products else 0 :]
-        first = sum(row.length for row in self._rows) - sum(row.length for row in whole)
-        parts = []
+        products = absorbed(module, key, value) if self._inside else None
+        inside = self._inside if products else 0
+        whole, parts = self._rows[inside:], []
         if products:
-            given = (query[0, :, : self._singles], latent[0, 0, :first], rotary[0, 0, :first])
-            parts.append(_attend_absorbed(products, *given, [row.length for row in self._rows], scoring))
+            tokens = sum(row.queries for row in self._rows[:inside])
+            moved = [query[0, :, :tokens] @ one.transpose(1, 2) for one in (products.keys, products.rotary)]
+            if self._kernel is not None:
+                read = self._kernel.attend(
+                    torch.cat(moved, dim=2).transpose(0, 1).contiguous(), *stored, scoring
+                )
+            else:
+                read = _read_rows(*moved, *self._gathered(stored, 0, inside), self._rows[:inside], scoring)
+            parts.append(torch.matmul(read, products.values)[None])
         if whole:
-            keys, values = expand(module, latent[:, :, first:], rotary[:, :, first:])
+            gathered = (one[None, None] for one in self._gathered(stored, inside, len(self._rows)))
+            keys, values = expand(module, *gathered)
             ends = np.cumsum([row.length for row in whole])
             for (_, start, queries, length), end in zip(whole, ends, strict=True):
-                rows, read = slice(start, start + queries), slice(end - length, end)
-                parts.append(_attend_row(query[:, :, rows], keys[:, :, read], values[:, :, read], scoring))
+                rows, read_keys = slice(start, start + queries), slice(end - length, end)
+                parts.append(
+                    _attend_row(query[:, :, rows], keys[:, :, read_keys], values[:, :, read_keys], scoring)
+                )
         self._timer.end(began)
         return torch.cat(parts, dim=2).transpose(1, 2)
+
+    def _gathered(self, stored: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+        """Latents and rotary keys `[tokens, width]` of some rows, row behind row."""
+        if (first, last) not in self._places:
+            size = self._pool.block_size
+            read = [slots_of(row.table, 0, row.length, size) for row in self._rows[first:last]]
+            places = torch.from_numpy(np.concatenate(read)).to(self._pool.device)
+            self._places[first, last] = places // size, places % size
+        return [cache[*self._places[first, last], 0] for cache in stored]
 
 
 def _check_latent(scoring: Scoring) -> None:
@@ -321,28 +356,24 @@ def _check_latent(scoring: Scoring) -> None:
         raise ModelError("a latent layer with a softcap, sinks or ALiBi is not served")
 
 
-def _attend_absorbed(
-    products: Absorbed,
-    query: torch.Tensor,
+def _read_rows(
+    inside: torch.Tensor,
+    turned: torch.Tensor,
     latent: torch.Tensor,
     rotary: torch.Tensor,
-    lengths: Sequence[int],
+    rows: Sequence[PrefillRow],
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Rows of one query `[heads, rows, dk]` over latents `[tokens, rank]` and rotary keys, row behind row.
-
-    Returns `[1, heads, rows, dv]`.
-    """
-    wide = torch.promote_types(query.dtype, torch.float32)
-    inside, turned = (torch.matmul(query, one.transpose(1, 2)) for one in (products.keys, products.rotary))
+    """What rows of one query, `[heads, rows, rank]` and `[heads, rows, rope_dim]`, read of their latents."""
+    wide = torch.promote_types(inside.dtype, torch.float32)
     read, first = [], 0
-    for row, length in zip(range(query.shape[1]), lengths, strict=False):
+    for row, (_, _, _, length) in enumerate(rows):
         span = slice(first + max(0, length - scoring.window) if scoring.window else first, first + length)
         scores = inside[:, row] @ latent[span].T + turned[:, row] @ rotary[span].T
         chances = torch.softmax(scores.to(wide) * scoring.scale, dim=1).to(latent.dtype)
         read.append(chances @ latent[span])
         first += length
-    return torch.matmul(torch.stack(read, dim=1), products.values)[None]
+    return torch.stack(read, dim=1)
 
 
 def _attend_row(

@@ -13,8 +13,9 @@ import numpy as np
 import torch
 
 from engine.core.plan import IntArray
-from engine.runtime.group_pool import CacheTensors
+from engine.runtime.group_pool import CacheTensors, GroupView
 from paged_kernels import Scoring, Workspace
+from paged_kernels.attention import SHORT_QUERIES
 from paged_kernels.backends import Demand, unserved_by_native
 from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
 from paged_kernels.memory import PagedBatch
@@ -138,38 +139,6 @@ def share_step(
     return SharedStep(sort_groups(shared, lens, ids), own, rest)
 
 
-MOST_QUERIES = 64  # of a row whose keys are cut into parts; longer chunks fill a device by their queries
-
-
-class ShortRows(NamedTuple):
-    """Rows of few queries as a cascade: the queries of a row share its context, and each has the last keys of its own.
-
-    Drafts that are verified and ends of chunks are such rows. A tile packs the queries and heads of a row, and its keys
-    are cut into parts, where the prefill kernel would have one program read them all.
-    """
-
-    places: torch.Tensor  # int64 [queries], in the flat batch
-    step: SharedStep
-
-
-def short_rows(prefills: Sequence[PrefillRow], block_size: int, device: torch.device) -> ShortRows:
-    """Prepare rows of a step. The whole blocks before a row's first query are what its queries share."""
-    queries = np.array([row.queries for row in prefills])
-    contexts = np.array([row.length - row.queries for row in prefills])
-    shared = contexts // block_size
-    group = np.repeat(np.arange(len(prefills)), queries)
-    number = np.concatenate([np.arange(count) for count in queries])
-    lengths = contexts[group] + number + 1 - shared[group] * block_size
-    own = _stacked([row.table[blocks:] for row, blocks in zip(prefills, shared, strict=True)])[group]
-    prefixes = _stacked([row.table[:blocks] for row, blocks in zip(prefills, shared, strict=True)])
-    from paged_kernels.triton.cascade import sort_groups
-
-    lens, rest, ids = (_int32(each, device) for each in (shared * block_size, lengths, group))
-    places = np.array([row.start for row in prefills])[group] + number
-    groups = sort_groups(_int32(prefixes, device), lens, ids)
-    return ShortRows(torch.from_numpy(places).to(device), SharedStep(groups, _int32(own, device), rest))
-
-
 class _Chunks(NamedTuple):
     """Prefill rows on the device: tables, lengths, bounds of their queries, and the most queries of a row."""
 
@@ -179,10 +148,47 @@ class _Chunks(NamedTuple):
     queries: int
 
 
+LATENT_WIDTH = 512  # of a latent vector, at most, that the Triton kernel reads
+
+
+def serves_latents(pool: GroupView) -> bool:
+    """Whether the Triton kernel reads the latent vectors of a pool; torch reads those of other widths and of 8 bits."""
+    caches = (pool.keys[pool.layers[0]], pool.values[pool.layers[0]])
+    whole = pool.device.type != "cuda" or all(cache.shape[3] % 16 == 0 for cache in caches)
+    return whole and caches[0].shape[3] <= LATENT_WIDTH and caches[0].dtype.itemsize > 1
+
+
+class LatentRows:
+    """Rows that read latent vectors as they are, by Triton. Their queries are the first of the batch."""
+
+    def __init__(self, rows: Sequence[PrefillRow], pool: CacheTensors, workspace: Workspace) -> None:
+        from paged_kernels.triton.decode import PartsOfStep, Queries
+
+        device, bounds = pool.device, np.cumsum([0, *(row.queries for row in rows)])
+        self._parts, self._workspace = PartsOfStep(), workspace
+        self._tables = _int32(_stacked([row.table for row in rows]), device)
+        self._lengths = _int32(np.array([row.length for row in rows]), device)
+        most = max((row.queries for row in rows), default=0)
+        self._queries = Queries(_int32(bounds, device), most) if most > 1 else None
+
+    def attend(
+        self, q: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, scoring: Scoring
+    ) -> torch.Tensor:
+        """What q `[queries, heads, rank + rope_dim]` reads, `[heads, queries, rank]`."""
+        from paged_kernels.triton.decode import run_decode
+
+        out = q.new_empty(*q.shape[:2], latents.shape[3])
+        inputs = (q, latents, rotary, self._tables, self._lengths, scoring, out)
+        shared = {"workspace": self._workspace, "parts": self._parts}
+        run_decode(*inputs, queries=self._queries, latent=True, **shared)
+        return out.transpose(0, 1)
+
+
 class TritonMetadata:
     """Attention by Triton: all decode rows in one launch (a cascade takes a few), all prefill rows in another.
 
-    Rows of a few queries over long contexts are a cascade too (`ShortRows`), if the launch policy cuts them.
+    Prefill rows of a few queries each (drafts that are verified, ends of chunks) run as decode rows do: their keys are
+    read in parts.
 
     Tables and lengths are copied to the device once per step. The host knows the lengths, so it decides where one part
     per row is enough. Otherwise the device chooses the number of parts, because every fixed number would be one more
@@ -194,8 +200,9 @@ class TritonMetadata:
         from paged_kernels.triton import cascade as triton_cascade
         from paged_kernels.triton import decode as triton_decode
         from paged_kernels.triton import prefill as triton_prefill
-        from paged_kernels.triton.decode import PartsOfStep
+        from paged_kernels.triton.decode import PartsOfStep, Queries
 
+        self._queries_type = Queries
         self.store = triton_cache.store
         self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
         self._run_cascade = triton_cascade.run_cascade
@@ -206,8 +213,8 @@ class TritonMetadata:
         self._tables = _int32(_widened(layout.tables), pool.device)
         self._lengths = _int32(layout.lengths, pool.device)
         self._chunks = self._chunks_of(layout.prefills)
-        self._short: ShortRows | None = None
-        self._cuts: dict[tuple[int, ...], int] = {}
+        queries = [row.queries for row in layout.prefills]
+        self._queries = queries if max(queries, default=0) <= SHORT_QUERIES else []
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
@@ -218,8 +225,11 @@ class TritonMetadata:
             self._decode(q[rows], keys, values, scoring, out[rows])
         if not self._chunks.queries:
             return
-        if parts := self._parts_of_chunks(q, keys, values, scoring.window):
-            self._verify(parts, q, keys, values, scoring, out)
+        if self._queries:  # beside a longer chunk the device is full
+            splits = self._one_part(q, keys, values, scoring.window, chunks=True)
+            given = (q, keys, values, *self._chunks[:2], scoring, out, None, splits)
+            queries = self._queries_type(self._chunks.bounds, self._chunks.queries)
+            self._run_decode(*given, queries=queries, workspace=self._workspace, parts=self._parts)
         else:
             self._run_prefill(PagedBatch(q, keys, values, *self._chunks), scoring, out)
 
@@ -232,43 +242,6 @@ class TritonMetadata:
             _int32(np.array([len(self._layout.lengths), *ends]), device),
             max((row.queries for row in prefills), default=0),
         )
-
-    def _parts_of_chunks(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> int:
-        """Parts of the longest context if the launch policy cuts it, found once for all layers of one kind; else 0.
-
-        All chunks of a step must be short: beside a long one the device is full.
-        """
-        rows = self._layout.prefills
-        longest = max(row.length for row in rows)
-        if self._chunks.queries > MOST_QUERIES or 0 < window < longest:
-            return 0
-        kind = (q.shape[1], *keys.shape[1:], values.shape[3])
-        if kind not in self._cuts:
-            from paged_kernels.triton.cascade import pick_verify_splits
-
-            contexts = [row.length - row.queries for row in rows]
-            self._cuts[kind] = pick_verify_splits(contexts, [row.queries for row in rows], q, keys, values)
-        return self._cuts[kind]
-
-    def _verify(
-        self,
-        parts: int,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scoring: Scoring,
-        out: torch.Tensor,
-    ) -> None:
-        """The chunks as a cascade of `parts` parts."""
-        if self._short is None:
-            self._short = short_rows(self._layout.prefills, self._pool.block_size, self._pool.device)
-        places, step = self._short
-        found = out.new_empty(len(places), *out.shape[1:])
-        self._run_cascade(
-            q[places], keys, values, *step, scoring, found,
-            workspace=self._workspace, prefix_splits=parts, parts=self._parts,
-        )  # fmt: skip
-        out[places] = found
 
     def _is_cut(self, window: int) -> bool:
         """Whether a window hides keys of a row: then little of a shared prefix is read, and no cascade is worth it."""
@@ -296,13 +269,18 @@ class TritonMetadata:
             self._shared[shape] = share_step(*rows, size, token_bytes=token_bytes, group=group, device=device)
         return self._shared[shape]
 
-    def _one_part(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> int | None:
+    def _one_part(
+        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, *, chunks: bool = False
+    ) -> int | None:
         """The parts of each row, found once for all layers of one kind; None: the device lists them."""
-        kind = (q.shape[1], *keys.shape[1:], values.shape[3], window)
+        kind = (q.shape[1], *keys.shape[1:], values.shape[3], window, chunks)
         if kind not in self._splits:
             from paged_kernels.triton.decode import pick_splits
 
-            self._splits[kind] = pick_splits(self._layout.lengths, q, keys, values, window)
+            lengths, queries = self._layout.lengths, self._queries if chunks else []
+            if chunks:
+                lengths = np.array([row.length for row in self._layout.prefills])
+            self._splits[kind] = pick_splits(lengths, q, keys, values, window, queries)
         return self._splits[kind]
 
 

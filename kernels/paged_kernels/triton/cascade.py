@@ -9,26 +9,23 @@ with the parts of the sequences' own keys.
 # mypy: disable-error-code="untyped-decorator"
 # ruff: noqa: N803, N806
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from paged_kernels.launch_policy import SPLIT_TOKENS, parts_of_rows
+from paged_kernels.launch_policy import SPLIT_TOKENS
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
-    MAX_ROWS,
     PartsOfStep,
+    Rows,
     item_of_program,
     launch_combine,
     launch_decode,
     or_any,
     prepare_launch,
-    shape_of,
 )
 from paged_kernels.triton.launch import (
     capability_of,
@@ -36,7 +33,6 @@ from paged_kernels.triton.launch import (
     multiprocessors,
     prefix_config,
     prefix_constants,
-    room_of,
     tokens_of,
 )
 from paged_kernels.triton.prefill import tile_of_rows
@@ -88,7 +84,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
             key_cache + kv_head * k_head, value_cache + kv_head * v_head,
             table + group.to(tl.int64) * table_row, top, total, acc, odd_acc,
             begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-            DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH, True, False, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
             FOLD, PAIRS, DOT_F32, LOG2E,
         )  # fmt: skip
         piece, piece_lse = finished(top, total, joined(acc, odd_acc, PAIRS), top, v_scale, False, LOG2E)
@@ -135,7 +131,7 @@ def run_cascade(
 ) -> None:
     """One query per row over its group's prefix and its own suffix, into `out` and `lse` as in `run_decode`."""
     workspace = workspace or Workspace()
-    inputs = (q, key_cache, value_cache, suffix_table, suffix_lens)
+    inputs = (q, key_cache, value_cache, Rows(suffix_table, suffix_lens, suffix_lens))
     listed, has_lse = parts or PartsOfStep(), lse is not None
     launch = prepare_launch(inputs, scoring, None, workspace, path, listed, lse=has_lse)
     sums = suffix_lens if lse is None else lse
@@ -159,30 +155,6 @@ def run_cascade(
     )  # fmt: skip
     launch_decode(launch, out, sums, direct=False)
     launch_combine(launch, out, sums, (part, part_lse, shared.group_ids), splits)
-
-
-def pick_verify_splits(
-    contexts: Sequence[int],
-    queries: Sequence[int],
-    q: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-) -> int:
-    """Parts of each row's context for rows of some `queries`, by the launch policy; 0 if it leaves them whole.
-
-    A power of two, as below. Rows that share a tile of queries read their keys once.
-    """
-    shape, total = shape_of(q, key_cache, value_cache), sum(queries)
-    if total > MAX_ROWS or min(contexts) < key_cache.shape[1]:
-        return 0
-    config = prefix_config(shape, total, capability_of(q.device))
-    tokens = tokens_of(shape, config)
-    room = room_of(shape, q.device)._replace(
-        programs=shape.kv_heads * chunks_of(shape, config), tile=config.tile
-    )
-    tiles = np.repeat(contexts, [-(-count // tokens) for count in queries])
-    parts = int(parts_of_rows(tiles, room).max())
-    return min(MAX_SPLITS, 1 << (parts - 1).bit_length()) if parts > 1 else 0
 
 
 MAX_SPLITS = 32  # of a prefix

@@ -33,6 +33,7 @@ from paged_kernels.triton.launch import (
     prefix_constants,
     room_of,
     store_constants,
+    tokens_of,
 )
 
 ARCHITECTURES = (80, 86, 89, 90, 100, 120)  # compute capabilities
@@ -115,7 +116,7 @@ class KernelConfiguration:
 
 def kernel_configurations() -> tuple[KernelConfiguration, ...]:
     """All configurations, each with a unique key."""
-    return (*_decodes(), *_prefills(), *_hopper_prefills(), *_cascades(), *_writes())
+    return (*_decodes(), *_short_rows(), *_prefills(), *_hopper_prefills(), *_cascades(), *_writes())
 
 
 def _decodes() -> Iterator[KernelConfiguration]:
@@ -144,6 +145,30 @@ def _decodes() -> Iterator[KernelConfiguration]:
     yield configuration("plan/rows64", triton_decode_kernel.plan_kernel, shape, constants, SMALL)
     constants = combine_constants(shape, PLAIN, splits=0)
     yield configuration("combine/bf16/d128", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
+
+
+def _short_rows() -> Iterator[KernelConfiguration]:
+    """Decodes of several queries a row, and of latent vectors (DeepSeek-V2-Lite's 16 heads, DeepSeek-V3's 128)."""
+    wide = _shape(256, kv_dtype=torch.float8_e4m3fn)
+    narrow = _shape(128, kv_dtype=torch.float8_e4m3fn)
+    for shape, queries, features in (
+        *((_shape(dim), 64, PLAIN) for dim in (64, 128, 256)),
+        *((_shape(128), queries, PLAIN) for queries in (2, 5, 16)),
+        *((_shape(dim), 64, FULL) for dim in (128, 256)),
+        *((shape, 64, PLAIN) for shape in (_shape(256, torch.float32), narrow, wide)),
+        *((_latent(heads), 1, PLAIN) for heads in (16, 128)),
+        (_latent(16), 8, PLAIN),
+        (_latent(16, torch.float32), 1, PLAIN),
+    ):
+        yield from short(shape, queries, features)
+    shape = _shape(128)
+    constants = combine_constants(shape, PLAIN, splits=0, tokens=16)
+    yield configuration(
+        "combine/bf16/d128/tokens16", triton_decode_kernel.combine_kernel, shape, constants, SMALL
+    )
+    shape = _latent(128)
+    constants = combine_constants(shape, PLAIN, splits=0)
+    yield configuration("combine/bf16/d512", triton_decode_kernel.combine_kernel, shape, constants, SMALL)
 
 
 def _prefills() -> Iterator[KernelConfiguration]:
@@ -210,6 +235,22 @@ def decode(
     promised = features == PLAIN and shape.dtype != torch.float32 and shape.dk == 128 and shape.group <= 16
     most = MOST_PER_BYTE[shape.kv_dtype.itemsize] if promised and shape.block_size % 16 == 0 else 0.0
     return replace(made, kv_bytes=kv_bytes, most_per_byte=most)
+
+
+def short(shape: AttentionShape, queries: int, features: Features = PLAIN) -> Iterator[KernelConfiguration]:
+    """The decode kernel for several queries a row, or for latent vectors, as `prefill`."""
+    for config, alike in _alike(lambda capability: decode_config(shape, queries, capability), ARCHITECTURES):
+        tokens = tokens_of(shape, config) if queries > 1 else 0
+        constants = decode_constants(
+            shape, config, features, splits=0, direct=True, path="auto", tokens=tokens
+        )
+        kind = f"latent{shape.rotary}/" if shape.rotary else ""
+        key = f"decode/{kind}{_name(shape, features)}/{constants['PATH']}/q{queries}/sm_{alike[0]}"
+        made = configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
+        made = replace(
+            made, kv_bytes=config.tile * (shape.dk + (shape.rotary or shape.dv)) * shape.kv_dtype.itemsize
+        )
+        yield from _on(made, alike)
 
 
 def prefill(
@@ -295,6 +336,11 @@ def _shape(
 ) -> AttentionShape:
     strides = (block_size * 8 * dim, 8 * dim) * 2
     return AttentionShape(dtype, kv_dtype or dtype, 8 * group, 8, dim, dim, block_size, strides)
+
+
+def _latent(heads: int, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
+    """Latent vectors of 512 and rotary keys of 64, in caches of their own, in blocks of 64 tokens."""
+    return AttentionShape(dtype, dtype, heads, 1, 512, 512, 64, (64 * 512, 512, 64 * 64, 64), rotary=64)
 
 
 def _name(shape: AttentionShape, features: Features) -> str:

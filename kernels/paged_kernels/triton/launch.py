@@ -45,6 +45,9 @@ class AttentionShape(NamedTuple):
     dv: int
     block_size: int
     strides: tuple[int, int, int, int] = (0, 0, 0, 0)  # elements: K's block and slot, V's block and slot
+    rotary: int = (
+        0  # width of a second part of the keys, which lies where V would; the first part is also the values
+    )
 
     @property
     def group(self) -> int:
@@ -87,15 +90,35 @@ def shared_bytes(capability: int) -> int:
     return SHARED_BYTES.get(capability, min(SHARED_BYTES.values()))
 
 
-def decode_config(shape: AttentionShape) -> LaunchConfig:
+def decode_config(shape: AttentionShape, queries: int = 1, capability: int = 90) -> LaunchConfig:
     """The decode kernel's launch. The tile depends on the bytes of one key, not on the block size.
 
-    A group of more than 32 heads (float32: 16) takes several programs: more rows spill registers.
+    A group of more than 32 heads (float32: 16) takes several programs: more rows spill registers. Several `queries` of
+    a sequence are rows of the same tile; as many as fill a tile of the prefill kernel are launched as that is.
     """
-    rows = triton.next_power_of_2(shape.group)
+    if shape.rotary:
+        return _latent_config(shape, queries, capability)
+    rows = triton.next_power_of_2(triton.next_power_of_2(shape.group) * queries)
     if _scalar(shape):
         return LaunchConfig(16 if rows >= 16 else _tile(shape), min(rows, 16), 4, 3)
-    return LaunchConfig(_tile(shape), max(16, min(rows, 32)), 4, 3)
+    if queries > 1 and rows >= 128:
+        return prefill_config(shape, capability)
+    wide = queries > 1 and warp_groups(capability) and shape.kv_dtype.itemsize == 2 and shape.row_bytes <= 256
+    return LaunchConfig(_tile(shape), max(16, min(rows, 64 if wide else 32)), 4, 3)
+
+
+def _latent_config(shape: AttentionShape, queries: int, capability: int) -> LaunchConfig:
+    """The decode kernel's launch over latent vectors, whose sums take four times the registers of a head of 128.
+
+    tcgen05 (sm_100) would need more shared memory than there is for 64 rows; fewer use the instructions of sm_80.
+    """
+    rows = max(16, triton.next_power_of_2(shape.group * queries))
+    stages = 3 if shared_bytes(capability) > 120_000 else 2
+    if _scalar(shape):
+        return LaunchConfig(16, 16, 4, stages)
+    if 90 <= capability < 100 and rows >= 64 and not interpreted():
+        return LaunchConfig(64, 64, 8, 2)
+    return LaunchConfig(32, min(rows, 32), 4, stages)
 
 
 def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
@@ -177,23 +200,24 @@ def resident(shape: AttentionShape, config: LaunchConfig, capability: int) -> in
     They stage tiles of K and V, all but one of the `stages`, and queries, weights and a sum of their rows. This is what
     the resource gate reads from the compiled kernels (`tests/paged_kernels/test_launch_policy.py`).
     """
-    numbers = padded(shape.dk) + padded(shape.dv)
+    numbers = padded(shape.dk) + padded(shape.rotary or shape.dv)
     staged = (config.stages - 1) * config.tile * numbers * shape.kv_dtype.itemsize
     rows = config.rows * ((padded(shape.dk) + config.tile) * shape.dtype.itemsize + 4)
     return max(1, (shared_bytes(capability) + RESERVED) // (staged + rows + RESERVED))
 
 
-def room_of(shape: AttentionShape, device: torch.device) -> Room:
-    """What the launch policy is told of a decode on a device."""
-    config, capability = decode_config(shape), capability_of(device)
+def room_of(shape: AttentionShape, device: torch.device, queries: int = 1) -> Room:
+    """What the launch policy is told of a decode on a device, of rows with at most so many queries."""
+    capability = capability_of(device)
+    config = decode_config(shape, queries, capability)
     return Room(
         multiprocessors=multiprocessors(device),
         resident=resident(shape, config, capability),
         latency=policy.latency_bytes(device_name(device), capability),
         programs=shape.kv_heads * chunks_of(shape, config),
         tile=config.tile,
-        tile_bytes=config.tile * (shape.dk + shape.dv) * shape.kv_dtype.itemsize,
-        partial_bytes=4 * min(shape.group, config.rows) * (shape.dv + 1),
+        tile_bytes=config.tile * (shape.dk + (shape.rotary or shape.dv)) * shape.kv_dtype.itemsize,
+        partial_bytes=4 * min(shape.group * queries, config.rows) * (shape.dv + 1),
     )
 
 
@@ -236,12 +260,23 @@ class Features(NamedTuple):
 
 
 def decode_constants(
-    shape: AttentionShape, config: LaunchConfig, features: Features, *, splits: int, direct: bool, path: str
+    shape: AttentionShape,
+    config: LaunchConfig,
+    features: Features,
+    *,
+    splits: int,
+    direct: bool,
+    path: str,
+    tokens: int = 0,
 ) -> dict[str, Any]:
-    """Constants of `decode_kernel`. `splits` 0 reads the list of parts."""
-    options = {"HAS_SINKS": features.sinks and direct, "HAS_LSE": features.lse}
+    """Constants of `decode_kernel`. `splits` 0 reads the list of parts; `tokens` as in `decode.Rows`."""
+    options = {"HAS_SINKS": features.sinks and direct, "HAS_LSE": features.lse, "TOKENS": tokens}
+    common = _common(shape, config, features, path)
+    options |= {"LATENT": shape.rotary > 0, "WIDE": shape.dv, "WIDE_PAD": common["DV_PAD"]}
+    if shape.rotary:
+        options |= {"DV": shape.rotary, "DV_PAD": padded(shape.rotary)}
     parts = {"SPLITS": splits, "ENTRY": ENTRY, "DIRECT": direct}
-    return _common(shape, config, features, path) | parts | options
+    return common | parts | options
 
 
 def plan_constants(room: Room, *, rows: int, window: bool) -> dict[str, Any]:
@@ -261,13 +296,14 @@ def plan_constants(room: Room, *, rows: int, window: bool) -> dict[str, Any]:
 
 
 def combine_constants(
-    shape: AttentionShape, features: Features, *, splits: int, prefix_splits: int = 0
+    shape: AttentionShape, features: Features, *, splits: int, prefix_splits: int = 0, tokens: int = 0
 ) -> dict[str, Any]:
     """Constants of `combine_kernel`, which must fit those of the decode."""
     return {
         "HEADS": shape.heads,
         "DV": shape.dv,
         "DV_PAD": padded(shape.dv),
+        "TOKENS": tokens,
         "SPLITS": splits,
         "PREFIX_SPLITS": prefix_splits,
         "CHUNK": 8,

@@ -93,14 +93,14 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
             top, total, acc, odd_acc = scan_keys(
                 query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
                 begin, open_to_all, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-                DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
+                DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
                 FOLD, PAIRS, DOT_F32, LOG2E,
             )  # fmt: skip
             begin = open_to_all
         top, total, acc, odd_acc = scan_keys(
             query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
             begin, end, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-            DK, DK_PAD, DV, DV_PAD, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
+            DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
             FOLD, PAIRS, DOT_F32, LOG2E,
         )  # fmt: skip
         sink = tl.zeros([ROWS], tl.float32)

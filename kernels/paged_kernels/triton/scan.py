@@ -202,7 +202,7 @@ def scan_keys(
     query, odd_query, power, asked, slope, keys, values, table, top, total, acc, odd_acc,
     begin, end, limit, scale, softcap, window,
     K_BLOCK: tl.constexpr, K_SLOT: tl.constexpr, V_BLOCK: tl.constexpr, V_SLOT: tl.constexpr,
-    DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr,
+    DK: tl.constexpr, DK_PAD: tl.constexpr, DV: tl.constexpr, DV_PAD: tl.constexpr, LATENT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
@@ -211,6 +211,9 @@ def scan_keys(
 
     With PAIRS (8-bit caches, read as `widened`; their strides count pairs) `query` and `acc` are the `halves` at even
     places, `odd_query` and `odd_acc` those at odd places. Without, these two are not used.
+
+    With LATENT the keys are also the values, so a tile is read once. `values` then holds the keys' second part (the
+    rotary one, of width DV), and `odd_query` the queries' part for it.
 
     `asked` [ROWS] are the rows' positions; padding rows have a large one. Keys from `limit` on are not read; MASKED is
     False if no tile reaches `limit`. CAUSAL hides keys after a row's own position. FOLD multiplies the products by the
@@ -234,6 +237,9 @@ def scan_keys(
             k, odd_k = widened(k, PAIRS, DOT_F32)
             scores = matmul(odd_query, tl.trans(odd_k), scores, DOT_F32)
         scores = matmul(query, tl.trans(k), scores, DOT_F32)
+        if LATENT:
+            scores = matmul(odd_query, tl.trans(v), scores, DOT_F32)
+            v = k
         if HAS_SOFTCAP:
             scores = tanh(scores * (power * (scale / softcap))[:, None]) * (softcap * LOG2E)
         elif not FOLD:

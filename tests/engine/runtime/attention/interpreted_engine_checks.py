@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from families import build, prompts
 from interpreted_cases import cut_short_rows, spec_of
 from tiers import cases, tier
 
@@ -20,8 +21,10 @@ from engine.core.scheduling.scheduler import Scheduler
 from engine.runtime.attention import metadata as cascading
 from engine.runtime.attention import metadata as kernels
 from engine.runtime.graphs import EagerRecorder, GraphOptions
-from engine.runtime.models.load import load_model
+from engine.runtime.llm import LLM
+from engine.runtime.models.load import load_model, original_model, wrap_model
 from engine.runtime.models.spec import ModelSpec
+from engine.runtime.params import SamplingParams
 from engine.runtime.runner import Runner
 from paged_kernels import Workspace, WorkspaceError
 from paged_kernels.cascade_groups import CascadeCost
@@ -42,6 +45,32 @@ SHAPE = {
     "intermediate": 32,
     "vocab": 64,
 }
+
+
+def original_tokens(family, sizes, count):
+    """transformers' answers of a random model."""
+    with original_model(latent_model(family)) as whole:
+        return [
+            whole.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)[
+                0, len(prompt) :
+            ].tolist()
+            for prompt in prompts(sizes)
+        ]
+
+
+@functools.cache
+def latent_model(family):
+    return wrap_model(build(family), name=family)
+
+
+def say(family, sizes, count):
+    """The engine's answers of the same model, on Triton."""
+    limits = {"limits": SchedulerLimits(40, 8, max_model_len=64), "pool_tokens": 256, "block_size": 4}
+    llm = LLM(latent_model(family), audit="full", groups="uniform", backend="triton", **limits)
+    done = llm.generate(prompts(sizes), SamplingParams(max_tokens=count, temperature=0))
+    return [answer.outputs[0].token_ids for answer in done]
+
+
 PREFIX = list(range(3, 16))  # 13 tokens: three whole blocks of four, and one token more
 SHARED = [[*PREFIX, 20, 21], [*PREFIX, 30], [*PREFIX, 40, 41, 42], [50, 51]]
 
@@ -153,7 +182,7 @@ def test_all_layers_share_one_plan(cascades, monkeypatch):
 
 
 def short_chunks(monkeypatch, lengths, queries, **options):
-    """Chunks of a few queries through the engine's metadata: output, that of float64, and the cascades that ran."""
+    """Chunks of a few queries through the engine's metadata: output, and that of float64."""
     cut_short_rows(monkeypatch)
     case = build_case(spec_of(lengths, queries, **options))
     starts = np.cumsum([0, *queries])
@@ -177,6 +206,7 @@ def short_chunks(monkeypatch, lengths, queries, **options):
         {"softcap": 2.0, "sinks": True},
         {"alibi": True},
         {"window": 1000},
+        {"window": 40},
         {"dtype": torch.bfloat16},
         {"dtype": torch.bfloat16, "kv_dtype": torch.float8_e4m3fn},
         {"block_size": 1},
@@ -197,18 +227,21 @@ def short_chunks(monkeypatch, lengths, queries, **options):
     ],
     day=(((150, 135, 190), (3, 7, 2)),),
 )
-def test_a_few_queries_over_a_long_context_read_it_in_parts(monkeypatch, cascades, lengths, queries, options):
+def test_a_few_queries_over_a_long_context_read_it_in_parts(monkeypatch, lengths, queries, options):
     options = {"block_size": 16, **options}
     out, exact = short_chunks(monkeypatch, lengths, queries, **options)
     assert relative_error(out, exact) < TOLERANCE[options.get("dtype", torch.float32)]
-    if options.get("kv_dtype") is None:  # tiles of 8-bit keys are longer, and some contexts have one
-        assert cascades == [(sum(queries), len(queries))]
 
 
-def test_a_window_that_hides_context_leaves_short_chunks_to_the_prefill(monkeypatch, cascades):
-    out, exact = short_chunks(monkeypatch, (150, 135), (3, 7), block_size=16, window=40)
-    assert relative_error(out, exact) < TOLERANCE[torch.float32]
-    assert cascades == []
+@cases("family", ["deepseek_v2", "deepseek_v3"], day=("deepseek_v2",))
+def test_latent_vectors_are_decoded_by_the_kernel_with_the_tokens_of_generate(family, monkeypatch):
+    ran = []
+    run = triton_decode.run_decode
+    monkeypatch.setattr(
+        triton_decode, "run_decode", lambda *a, **k: ran.append(k["queries"] is None) or run(*a, **k)
+    )
+    assert say(family, (5, 32), 3) == original_tokens(family, (5, 32), 3)
+    assert set(ran) == {True, False}  # single queries, and those of short chunks
 
 
 def test_a_window_that_hides_the_prefix_keeps_the_batch_flat():
