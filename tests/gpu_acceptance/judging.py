@@ -9,8 +9,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
+from gpu_acceptance.contact import lines
 from gpu_acceptance.goals import BASELINES, ERRORS, GOALS, SWEEPS, Found, Judged, missing
 from gpu_acceptance.kernel_goals import kernel_findings, timed_cases
 from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
@@ -23,21 +23,15 @@ MODELS = ("1b", "8b")
 OURS, PEER = "pagetwin", "transformers_cb"
 
 
-def test_findings(file: Path) -> Found:
-    """From pytest's JUnit file: the number of failed tests. Skipped tests are named, since they prove nothing."""
-    if not file.exists():
-        return missing("the tests did not finish")
-    try:
-        suites = list(ElementTree.parse(file).getroot().iter("testsuite"))
-    except ElementTree.ParseError as error:
-        return missing(f"{file.name} is cut off: {error}")
-    total, failed, errors, skipped = (
-        sum(int(suite.get(name, 0)) for suite in suites)
-        for name in ("tests", "failures", "errors", "skipped")
-    )
-    if total == skipped:
-        return missing(f"none of {total} tests ran")
-    return Found(failed + errors, f"of {total}, {skipped} skipped")
+def test_findings(*files: Path) -> Found:
+    """From the lines of `gpu_acceptance.stream`: failed tests. Skipped ones are counted: they prove nothing."""
+    known = [line for file in files for line in lines(file)]
+    outcomes = {line["test"]: line["outcome"] for line in known if "test" in line}  # the last of a test
+    failed, skipped = (sum(one == name for one in outcomes.values()) for name in ("failed", "skipped"))
+    if len(outcomes) == skipped:
+        return missing(f"none of {skipped} tests ran" if known else "the tests did not finish")
+    cut = sum(file.exists() for file in files) - sum("ended" in line for line in known)
+    return Found(failed + cut, f"of {len(outcomes)}, {skipped} skipped" + (", cut off" if cut else ""))
 
 
 def memcheck_findings(file: Path) -> Found:
@@ -180,7 +174,10 @@ def judge_part(part: str, out: Path) -> list[Judged]:
 
 
 def _kernels(out: Path) -> dict[str, Found]:
-    checks = {"tests": test_findings(out / "tests.xml"), "memcheck": memcheck_findings(out / "memcheck.txt")}
+    checks = {
+        "tests": test_findings(*(out / f"{name}.jsonl" for name in ("tests", "hopper"))),
+        "memcheck": memcheck_findings(out / "memcheck.txt"),
+    }
     return checks | kernel_findings(timed_cases(out))
 
 

@@ -114,10 +114,11 @@ def run_for(
     except subprocess.TimeoutExpired:
         return None
     finally:  # also after an interrupt, and for processes that a finished command left running
-        _end_group(process)
+        end_group(process)
 
 
-def _end_group(process: "subprocess.Popen[bytes]") -> None:
+def end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End a process and all that it started, which share a group."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         if not _signal(process.pid, number):
             break

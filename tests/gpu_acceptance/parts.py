@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from gpu_acceptance.contact import WRONG_DECODE
 from gpu_acceptance.counters import HITS, INSTRUCTIONS, READ
 from harness.config.errors import UserError
 
@@ -23,6 +24,8 @@ _TOOL_FOLDERS = ("/usr/local/cuda/bin", "/opt/nvidia/bin")  # of the CUDA toolki
 PARTS = ("quick", "kernels", "engine", "prediction")
 HARNESS = ("-m", "harness")
 PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+STREAMED = ("-p", "gpu_acceptance.stream", "--stream")
+RISKY = "hopper"  # in the names of tests of a kernel that no GPU has run: they come last, in processes of their own
 ALL_GPU_TESTS = ("--continue-on-collection-errors", "tests/paged_kernels", "tests/engine")
 
 # Seconds that a calibration is asked for. Its limit is longer, to start the engine and to compile its kernels.
@@ -61,11 +64,11 @@ VECTOR = "gpu_acceptance.ncu_calls:attend"
 """Our decode kernel, reading block ids in the same way at every block size, so that one variant makes the curve."""
 
 SETS: tuple[tuple[str, str, int], ...] = (  # name, providers, seconds
-    ("decode", "contiguous,sdpa,flashinfer", 140),
+    ("decode", "contiguous,sdpa,flashinfer", 125),
     ("blocks", "contiguous,flashinfer", 35),
+    ("cascade", "cascade,cascade-always", 65),
+    ("flex", "flex", 40),
     ("prefill", "paged-hopper,sdpa,flashinfer", 60),
-    ("cascade", "cascade,cascade-always", 75),
-    ("flex", "flex", 45),
 )
 _MODEL = ("model=small_llama", "model.dtype=bfloat16")
 _POLICIES = "cache=paged,contiguous_max,contiguous_pow2,contiguous_oracle"
@@ -77,7 +80,7 @@ class Step:
 
     `answers` are the exit codes that count as success; a gate without a baseline answers 3, for example. `rehearsal` is
     the command of a dry run, which needs no GPU. `tool` is an optional program that starts the command. Where the tool
-    is not installed the step is left out, which is no failure.
+    is not installed the step is left out, which is no failure. After an exit code of `ends` no other step is begun.
     """
 
     name: str
@@ -87,6 +90,7 @@ class Step:
     answers: tuple[int, ...] = (0,)
     tool: str | None = None
     environment: tuple[tuple[str, str], ...] = ()
+    ends: tuple[int, ...] = ()
 
     def within(self, limit_s: float) -> "Step":
         """The step with another limit. `SECONDS` in its commands is replaced by the time that they may work."""
@@ -190,7 +194,6 @@ def step(
 def quick_steps(setting: Setting) -> list[Step]:
     """The part `quick`: tests, kernels, latency gate, calibration and a small sweep."""
     out = setting.out
-    tests = (*PYTEST, *ALL_GPU_TESTS)
     kernels = (
         *(*HARNESS, "bench", "kernels", "--preset", "gpu", "--device", "cuda"),
         *("--seconds", SECONDS, "--out", str(out / "kernels")),
@@ -200,7 +203,8 @@ def quick_steps(setting: Setting) -> list[Step]:
     same = ("experiment=gpu", *setting.device, f"cost.cache_dir={out / 'calibration'}")
     calibrate = (*_calibration(same, QUICK_CALIBRATION_S), "--no-grid")
     return [
-        step("tests", (*tests, f"--junitxml={out / 'tests.xml'}"), (*tests, "--collect-only"), 140),
+        _contact(setting),
+        _tests(setting, "tests", 115),
         step("kernels", kernels, (*kernels, "--dry-run"), 195),
         step("gate", gate, (*gate, "--dry-run"), 75, answers=(0, 1, 3)),
         step("calibration", calibrate, (*calibrate, *REHEARSED, "--dry-run"), 70),
@@ -215,15 +219,26 @@ def _calibration(overrides: Sequence[str], budget_s: int) -> tuple[str, ...]:
 
 
 def kernel_steps(setting: Setting) -> list[Step]:
-    """The part `kernels`: tests, memory checker, the grid of calls in five sets, hardware counters."""
-    return [_tests(setting), _memcheck(setting), *_sets(setting), _counters(setting)]
+    """The part `kernels`: first contact, tests, memory checker, the grid of calls in five sets, hardware counters.
+
+    What runs the prefill kernel for Hopper comes last.
+    """
+    *sets, prefill = _sets(setting)
+    tests = _contact(setting), _tests(setting, "tests", 95)
+    return [*tests, _memcheck(setting), *sets, _counters(setting), _tests(setting, "hopper", 20), prefill]
 
 
-def _tests(setting: Setting) -> Step:
-    command = (*PYTEST, *workers(), *ALL_GPU_TESTS)
-    return step(
-        "tests", (*command, f"--junitxml={setting.out / 'tests.xml'}"), (*command, "--collect-only"), 110
-    )
+def _contact(setting: Setting) -> Step:
+    command = (*program("contact"), "--out", str(setting.out / "contact.jsonl"))
+    made = step("contact", command, (*command, "--dry-run"), 25, answers=(0, 1))
+    return replace(made, ends=(WRONG_DECODE,))
+
+
+def _tests(setting: Setting, name: str, limit_s: float) -> Step:
+    """All tests but those of risky kernels, or those (`hopper`), each result written at once."""
+    chosen = ("-k", RISKY if name == "hopper" else f"not {RISKY}")
+    command = (*PYTEST, *workers(), *ALL_GPU_TESTS, *chosen, *STREAMED, str(setting.out / f"{name}.jsonl"))
+    return step(name, command, (*command, "--collect-only"), limit_s)
 
 
 def _memcheck(setting: Setting) -> Step:

@@ -168,11 +168,14 @@ def _rehearse(chosen: Sequence[Step]) -> int:
 
 def _run(chosen: Sequence[Step], out: Path, deadline: float) -> list[Outcome]:
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    outcomes = []
-    for step in chosen:
+    outcomes: list[Outcome] = []
+    for number, step in enumerate(chosen, 1):
         outcome = _run_one(step, out / "logs" / f"{step.name}.txt", deadline)
         say(f"{step.name}: {outcome.state} after {outcome.seconds:.0f} s")
         outcomes.append(outcome)
+        if outcome.code in step.ends:
+            say(f"{step.name} ended with {outcome.code}: nothing more is begun")
+            return outcomes + [Outcome(other, "left out", None, 0.0) for other in chosen[number:]]
     return outcomes
 
 

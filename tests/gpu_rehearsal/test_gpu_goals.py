@@ -212,13 +212,19 @@ def test_a_proposal_names_the_crossover_and_stands_beside_todays_constants() -> 
 
 
 def test_failed_tests_are_counted_and_skipped_ones_prove_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "tests.xml"
-    file.write_text('<testsuites><testsuite tests="9" failures="1" errors="1" skipped="3"/></testsuites>')
-    assert findings_of_tests(file) == Found(2, "of 9, 3 skipped")
-    file.write_text('<testsuites><testsuite tests="3" failures="0" errors="0" skipped="3"/></testsuites>')
+    file = tmp_path / "tests.jsonl"
+    said = [{"test": f"t{number}", "outcome": "skipped"} for number in range(3)]
+    write_lines(file, [*said, {"ended": 0}])
     assert findings_of_tests(file).value is None
-    file.write_text("<testsuites><testsu")
-    assert "cut off" in findings_of_tests(file).where
+    said += [{"test": "a", "outcome": "passed"}, {"test": "b", "outcome": "failed"}, {"ended": 1}]
+    write_lines(file, said)
+    assert findings_of_tests(file, tmp_path / "hopper.jsonl") == Found(1, "of 5, 3 skipped")
+    write_lines(file, said[:-1])
+    assert findings_of_tests(file) == Found(2, "of 5, 3 skipped, cut off")
+
+
+def write_lines(file: Path, said: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(line) + "\n" for line in said))
 
 
 def test_the_memory_checkers_errors_of_all_processes_are_added(tmp_path: Path) -> None:

@@ -52,8 +52,21 @@ def states(out: Path) -> dict[str, str]:
 
 
 STEPS = {
-    "quick": ["tests", "kernels", "gate", "calibration", "sweep"],
-    "kernels": ["tests", "memcheck", "decode", "blocks", "prefill", "cascade", "flex", "counters"],
+    "quick": ["contact", "tests", "kernels", "gate", "calibration", "sweep"],
+    "kernels": [
+        *(
+            "contact",
+            "tests",
+            "memcheck",
+            "decode",
+            "blocks",
+            "cascade",
+            "flex",
+            "counters",
+            "hopper",
+            "prefill",
+        )
+    ],
     "engine": ["1b", "8b"],
     "prediction": ["calibration", "default", "azure", "contiguous", "gate"],
 }
@@ -224,7 +237,7 @@ def test_all_that_was_left_comes_back_as_one_file(tmp_path: Path, monkeypatch: p
 def test_what_was_measured_comes_back_although_the_page_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, code = tmp_path / "all.tar.gz", "import pathlib; pathlib.Path('tests.xml').mkdir()"
+    file, code = tmp_path / "all.tar.gz", "import pathlib; pathlib.Path('tests.jsonl').mkdir()"
     broken = step("tests", f"import os; os.chdir({str(tmp_path / 'out' / 'quick')!r}); {code}")
     with pytest.raises(IsADirectoryError):
         run(monkeypatch, tmp_path / "out", broken, pack=str(file))
@@ -289,7 +302,7 @@ def test_only_some_steps_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> No
     assert main(["--dry-run", "--only", "kernels"]) == 0
     assert capsys.readouterr().out.startswith("kernels: ready")
     assert main(["--dry-run", "--only", "kernel"]) == 2
-    assert "there are tests, kernels" in capsys.readouterr().err
+    assert "there are contact, tests, kernels" in capsys.readouterr().err
 
 
 def test_a_machine_without_a_gpu_is_refused(

@@ -1,0 +1,34 @@
+"""Calls that go wrong as kernels on a GPU may, for the drill of first contact."""
+
+import os
+import signal
+import time
+
+
+def _hang(device: str) -> float:
+    while True:
+        time.sleep(1)
+
+
+def _end(device: str) -> float:
+    """As an access outside of all memory ends a process. The rest of its context is lost too."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    return 0.0
+
+
+def _refuse(device: str) -> float:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+BROKEN = {
+    "decode": lambda device: 0.1,
+    "hanging": _hang,
+    "ending": _end,
+    "refused": _refuse,
+    "wrong": lambda device: 2.0,
+    "not a number": lambda device: float("nan"),
+    "behind them": lambda device: 0.5,
+    "risky: hanging": _hang,
+    "risky: last": lambda device: 0.2,
+}
+WRONG = {"merge": lambda device: 0.1, "decode": lambda device: 3.0, "risky: prefill": lambda device: 0.1}
