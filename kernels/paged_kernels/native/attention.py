@@ -25,6 +25,23 @@ _PREFILL_FUNCTIONS = {torch.float32: "prefill_f32", torch.bfloat16: "prefill_bf1
 _QUERIES, _KEYS = {torch.float32: 8, torch.bfloat16: 32}, {torch.float32: 64, torch.bfloat16: 128}
 
 
+_LEAST = 512  # tokens of a part of a row: a smaller one is not worth the merge
+
+
+class Share(NamedTuple):
+    """What a thread reads: whole rows, and parts of rows, each with the number of its partial result."""
+
+    rows: tuple[int, int]
+    parts: list[tuple[int, int, int, int]]  # row, first token, last token + 1, number
+
+
+class Plan(NamedTuple):
+    """How threads share the rows of a step in layers with one window."""
+
+    shares: list[Share]
+    merged: list[tuple[int, int, int]]  # row, number of its first partial result, how many
+
+
 class DecodeRows(NamedTuple):
     """Rows of one query each, and how threads share them."""
 
@@ -33,7 +50,13 @@ class DecodeRows(NamedTuple):
     lowest: int  # block ids
     highest: int
     longest: int  # tokens
-    parts: list[tuple[int, int]]  # rows of each thread
+    plans: dict[int, Plan]  # by window
+
+    def plan(self, window: int) -> Plan:
+        """The plan of layers with this window, made once."""
+        if window not in self.plans:
+            self.plans[window] = plan_of(self.lengths.numpy(), window, torch.get_num_threads())
+        return self.plans[window]
 
 
 def decode_rows(tables: IntArray, lengths: IntArray) -> DecodeRows:
@@ -44,8 +67,42 @@ def decode_rows(tables: IntArray, lengths: IntArray) -> DecodeRows:
         int(tables.min(initial=0)),
         int(tables.max(initial=0)),
         int(lengths.max(initial=0)),
-        _even_parts(lengths, torch.get_num_threads()),
+        {},
     )
+
+
+def plan_of(lengths: IntArray, window: int, threads: int) -> Plan:
+    """Let each thread read about as many tokens; a row is cut where its parts have `_LEAST` tokens or more."""
+    first = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
+    ends = np.cumsum(lengths - first)
+    total = int(ends[-1]) if len(ends) else 0
+    cuts = [(0, 0)]  # row, and token of it, where a thread begins
+    for number in range(1, threads):
+        wanted = total * number // threads
+        row = int(np.searchsorted(ends, wanted, side="left"))
+        token = (wanted - int(ends[row]) + int(lengths[row])) // _TILE * _TILE if row < len(ends) else 0
+        if row < len(ends) and token - first[row] >= _LEAST <= lengths[row] - token:
+            cuts.append((row, token))
+        else:
+            cuts.append((row + 1, 0))
+    cuts = [*sorted({(min(row, len(lengths)), token) for row, token in cuts}), (len(lengths), 0)]
+    shares, pieces = [], []
+    for (row, token), (last, end) in pairwise(cuts):
+        mine = []
+        for part in {row, last} - {len(lengths)}:
+            begin, stop = (token if part == row else 0), (end if part == last else 0)
+            if begin or stop:
+                mine.append((part, begin or int(first[part]), stop or int(lengths[part]), 0))
+        pieces.append([piece for piece in sorted(mine) if piece[1] < piece[2]])
+        shares.append((row + (token > 0), last))
+    numbers = iter(range(sum(map(len, pieces))))
+    made = [
+        Share(rows, [(*piece[:3], next(numbers)) for piece in some])
+        for rows, some in zip(shares, pieces, strict=True)
+    ]
+    parts = [part for share in made for part in share.parts]
+    merged = [(row, [part[0] for part in parts].index(row), sum(part[0] == row for part in parts)) for row in dict.fromkeys(part[0] for part in parts)]
+    return Plan([share for share in made if share.parts or share.rows[0] < share.rows[1]], merged)
 
 
 def run_decode(
@@ -59,24 +116,36 @@ def run_decode(
 ) -> None:
     """Attention of q `[rows, heads, dk]` into `out` `[rows, heads, dv]`, contiguous as the caches.
 
-    Each thread computes rows with about the same number of tokens, and has its own scratch memory. Raises IndexError
-    for block ids outside of the pool.
+    Each thread reads about as many tokens, and has its own scratch memory. Raises IndexError for block ids outside of
+    the pool.
     """
-    q, heads = q.contiguous(), q.shape[1]
-    run = c_function(_DECODE_FUNCTIONS[q.dtype], "pppppiiiiiiiiifpp")
+    q, heads, plan = q.contiguous(), q.shape[1], rows.plan(scoring.window)
+    name, width = _DECODE_FUNCTIONS[q.dtype], rows.tables.shape[1]
+    run, run_part = c_function(name, "pppppiiiiiiiiifpp"), c_function(f"{name}_part", "ppppiiiiiiifpp")
     (_, block, kv_heads, dk), dv = keys.shape, values.shape[3]
-    floats = heads * (dk + dv + _TILE + 2)
-    check_bounds(rows.lowest, rows.highest, rows.longest, rows.tables.shape[1], keys)
-    scratch = workspace.take("native", floats * len(rows.parts), q, torch.float32)
-    pointers = [tensor.data_ptr() for tensor in (q, keys, values, rows.tables, rows.lengths)]
-    shape = (rows.tables.shape[1], block, heads, kv_heads, dk, dv, scoring.window)
-    scale = scoring.scale * scoring.k_scale
+    floats, piece = heads * (dk + dv + _TILE + 2), heads * (dv + 2)
+    check_bounds(rows.lowest, rows.highest, rows.longest, width, keys)
+    scratch = workspace.take("native", floats * len(plan.shares), q, torch.float32)
+    count = sum(parts for _, _, parts in plan.merged)
+    partial = workspace.take("native_parts", piece * count, q, torch.float32).data_ptr() if count else 0
+    query, *caches, tables, lengths = (
+        tensor.data_ptr() for tensor in (q, keys, values, rows.tables, rows.lengths)
+    )
+    shape, scale = (block, heads, kv_heads, dk, dv), scoring.scale * scoring.k_scale
 
-    def part(number: int) -> None:
-        own = scratch.data_ptr() + 4 * floats * number
-        run(*pointers, *rows.parts[number], *shape, scale, out.data_ptr(), own)
+    def share(number: int) -> None:
+        own, mine = scratch.data_ptr() + 4 * floats * number, plan.shares[number]
+        if mine.rows[0] < mine.rows[1]:
+            whole = (width, *shape, scoring.window, scale, out.data_ptr(), own)
+            run(query, *caches, tables, lengths, *mine.rows, *whole)
+        for row, begin, end, place in mine.parts:
+            asked, table = query + row * heads * dk * q.itemsize, tables + row * width * 8
+            run_part(asked, *caches, table, begin, end, *shape, scale, partial + 4 * piece * place, own)
 
-    _run_parts(part, len(rows.parts))
+    _run_parts(share, len(plan.shares))
+    for row, place, parts in plan.merged:
+        result, own = out.data_ptr() + row * heads * dv * out.itemsize, scratch.data_ptr()
+        c_function(f"{name}_merge", "piiipp")(partial + 4 * piece * place, parts, heads, dv, result, own)
 
 
 def run_prefill(
@@ -124,14 +193,6 @@ def check_bounds(lowest: int, highest: int, longest: int, width: int, keys: torc
             f"block ids {lowest} to {highest}, {longest} tokens in {width} blocks of {keys.shape[1]}: "
             f"outside of the pool's {keys.shape[0]} blocks, or of a block table"
         )
-
-
-def _even_parts(lengths: IntArray, parts: int) -> list[tuple[int, int]]:
-    """At most `parts` ranges of rows with about the same number of tokens each. No range is empty."""
-    ends = np.cumsum(lengths)
-    wanted = ends[-1] * np.arange(1, parts) / parts if len(ends) else []
-    cuts = [0, *np.unique(np.searchsorted(ends, wanted, side="left") + 1).tolist(), len(lengths)]
-    return [(a, b) for a, b in pairwise(cuts) if b > a]
 
 
 def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
