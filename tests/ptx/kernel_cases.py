@@ -39,12 +39,13 @@ def hostile(lengths, queries=(), **options) -> Case:
 
 
 def run_compiled(
-    case: Case, *, capability=80, seed=0, rewrite=unchanged, num_splits=None
+    case: Case, *, capability=80, seed=0, rewrite=unchanged, num_splits=None, prefill_kernel="plain"
 ) -> tuple[torch.Tensor, torch.Tensor, Launches]:
     """Output, LSE and what ran, of the compiled kernels. Both start as NaN."""
     lse = torch.full(case.q.shape[:2], float("nan"))
     with interpreted_launches(capability, rewrite=rewrite, seed=seed) as launches:
-        out = attend(case, num_splits=num_splits, lse=lse, workspace=PoisonedWorkspace())
+        options = {"num_splits": num_splits, "prefill_kernel": prefill_kernel}
+        out = attend(case, lse=lse, workspace=PoisonedWorkspace(), **options)
     return out, lse, launches
 
 

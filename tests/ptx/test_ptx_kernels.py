@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 keeps Triton from compiling", allow_module_level=True)
 
-from interpreted_cases import cut_short_rows, halves, options_of
+from interpreted_cases import check_latent, cut_short_rows, halves, options_of
 from ptx.interpreter import Machine
 from ptx.kernel_cases import TIGHT, PoisonedWorkspace, assert_exact, hostile, run_compiled
 from ptx.program import parse
@@ -129,6 +129,35 @@ def test_prefill(dtype, dk):
     out, lse, launches = run_compiled(case)
     assert_exact(case, out, lse)
     assert launches.reached("prefill_kernel") > 0.99
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"heads": 6, "kv_heads": 2},
+        {"block_size": 48},
+        {"dk": 128},
+        {"window": 70},
+        {"sinks": True, "window": 90, "softcap": 2.0, "alibi": True},
+    ],
+)
+@pytest.mark.parametrize(("lengths", "queries"), [((250, 70, 0), (5, 2, 0)), ((300, 40), (33, 1))])
+def test_a_few_queries_a_row(lengths, queries, options):
+    case = hostile(lengths, queries, **options)
+    out, lse, launches = run_compiled(case, prefill_kernel="auto")
+    assert_exact(case, out, lse)
+    assert launches.reached("decode_kernel") > 0.95
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("queries", [(1, 1), (5, 2)])
+@pytest.mark.parametrize("widths", [(64, 16), (512, 64)])
+def test_latent_vectors(queries, widths):
+    with interpreted_launches() as launches:
+        check_latent((200, 70), queries, 16, widths, block_size=16, dtype=BF16)
+    assert launches.reached("decode_kernel") > 0.95
 
 
 @pytest.mark.nightly

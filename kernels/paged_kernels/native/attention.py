@@ -72,37 +72,34 @@ def decode_rows(tables: IntArray, lengths: IntArray) -> DecodeRows:
 
 
 def plan_of(lengths: IntArray, window: int, threads: int) -> Plan:
-    """Let each thread read about as many tokens; a row is cut where its parts have `_LEAST` tokens or more."""
+    """Let each thread read about as many tokens. A row is cut where both sides have `_LEAST` tokens or more."""
     first = np.maximum(lengths - window, 0) if window else np.zeros_like(lengths)
-    ends = np.cumsum(lengths - first)
+    ends = np.cumsum(lengths - first)  # in the tokens that are read, row behind row
+    starts = ends - lengths + first
     total = int(ends[-1]) if len(ends) else 0
-    cuts = [(0, 0)]  # row, and token of it, where a thread begins
-    for number in range(1, threads):
+    cuts, inside = {0, total}, set()
+    for number in range(1, threads if total else 1):
         wanted = total * number // threads
         row = int(np.searchsorted(ends, wanted, side="left"))
-        token = (wanted - int(ends[row]) + int(lengths[row])) // _TILE * _TILE if row < len(ends) else 0
-        if row < len(ends) and token - first[row] >= _LEAST <= lengths[row] - token:
-            cuts.append((row, token))
+        cut = starts[row] + (wanted - starts[row]) // _TILE * _TILE
+        if cut - starts[row] >= _LEAST <= ends[row] - cut:
+            inside.add(row)
         else:
-            cuts.append((row + 1, 0))
-    cuts = [*sorted({(min(row, len(lengths)), token) for row, token in cuts}), (len(lengths), 0)]
-    shares, pieces = [], []
-    for (row, token), (last, end) in pairwise(cuts):
-        mine = []
-        for part in {row, last} - {len(lengths)}:
-            begin, stop = (token if part == row else 0), (end if part == last else 0)
-            if begin or stop:
-                mine.append((part, begin or int(first[part]), stop or int(lengths[part]), 0))
-        pieces.append([piece for piece in sorted(mine) if piece[1] < piece[2]])
-        shares.append((row + (token > 0), last))
-    numbers = iter(range(sum(map(len, pieces))))
-    made = [
-        Share(rows, [(*piece[:3], next(numbers)) for piece in some])
-        for rows, some in zip(shares, pieces, strict=True)
-    ]
-    parts = [part for share in made for part in share.parts]
-    merged = [(row, [part[0] for part in parts].index(row), sum(part[0] == row for part in parts)) for row in dict.fromkeys(part[0] for part in parts)]
-    return Plan([share for share in made if share.parts or share.rows[0] < share.rows[1]], merged)
+            cut = starts[row] if 2 * wanted < starts[row] + ends[row] else ends[row]
+        cuts.add(int(cut))
+    shares: list[Share] = []
+    merged: dict[int, list[int]] = {}
+    for begin, end in pairwise(sorted(cuts)):
+        parts = []
+        for row in sorted(inside):
+            span = np.clip((begin, end), starts[row], ends[row])
+            if span[0] < span[1]:
+                numbers = merged.setdefault(row, [])
+                numbers.append(sum(map(len, merged.values())))
+                parts.append((row, *(span - starts[row] + first[row]).tolist(), numbers[-1]))
+        whole = int(np.searchsorted(starts, begin)), int(np.searchsorted(ends, end, side="right"))
+        shares.append(Share(whole, parts))
+    return Plan(shares, [(row, numbers[0], len(numbers)) for row, numbers in merged.items()])
 
 
 def run_decode(

@@ -98,6 +98,46 @@ def test_decode_equals_attention_in_float64_under_poison(shape, dtype, window):
 
 
 @compiled
+@cases("window", [0, 1500], day=(1500,))
+@cases("dtype", DTYPES, day=DTYPES[1:])
+def test_a_long_row_is_read_by_several_threads_and_merged(dtype, window, monkeypatch):
+    from paged_kernels import Scoring
+
+    q, keys, values, layout = case(SHAPES[0], 16, dtype, [100, 3000, 5, 2100])
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    found = attended(q, keys, values, layout, Scoring(0.2, window))
+    expected = by_hand(q, keys, values, layout, 0.2, window)
+    assert torch.allclose(found.double(), expected, atol=1e-6 if dtype is torch.float32 else 1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("window", [0, 1500])
+def test_threads_read_every_token_once_and_about_as_many_each(threads, window):
+    from paged_kernels.native.attention import plan_of
+
+    lengths = np.array([9000, 1, 40, 5000, 700, 700, 3000])
+    first = np.maximum(lengths - window, 0) if window else 0 * lengths
+    read = [np.zeros(length, dtype=int) for length in lengths]
+    plan, taken = plan_of(lengths, window, threads), []
+    for rows, parts in plan.shares:
+        spans = [(row, first[row], lengths[row]) for row in range(*rows)] + [part[:3] for part in parts]
+        for row, begin, end in spans:
+            read[row][begin:end] += 1
+        taken.append(sum(end - begin for _, begin, end in spans))
+    assert all((one == (np.arange(len(one)) >= begin)).all() for one, begin in zip(read, first, strict=True))
+    assert len(taken) <= threads
+    assert max(taken) <= sum(taken) / threads + 1024
+    numbers = [(row, number) for _, parts in plan.shares for row, _, _, number in parts]
+    assert numbers == [(row, start + k) for row, start, count in plan.merged for k in range(count)]
+
+
+def test_short_rows_are_not_cut():
+    from paged_kernels.native.attention import plan_of
+
+    assert not plan_of(np.array([1000, 900]), 0, 2).merged
+
+
+@compiled
 def test_several_threads_give_the_same_numbers():
     from paged_kernels import Scoring
 
