@@ -27,7 +27,8 @@ def main() -> None:
     blocks = -(-tokens // BLOCK)
     keys, values = (torch.randn(blocks + 1, BLOCK, 8, 128).bfloat16() for _ in range(2))
     q, table = torch.randn(1, 32, 128).bfloat16(), np.random.default_rng(0).permutation(blocks)[None] + 1
-    out, workspace, seconds = torch.empty_like(q), Workspace(), {1: [], 2: []}
+    out, workspace = torch.empty_like(q), Workspace()
+    seconds: dict[int, list[float]] = {1: [], 2: []}
     for turn in range(-2, TURNS):
         for threads, taken in seconds.items():
             torch.set_num_threads(threads)

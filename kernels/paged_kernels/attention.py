@@ -54,8 +54,9 @@ def run_triton(
         from paged_kernels.triton.decode import run_decode as run_decode_kernel
 
         queries = None if single else Queries(batch.cu_seqlens_q, batch.max_seqlen_q)
-        options = {"queries": queries, "workspace": workspace, "parts": parts}
-        run_decode_kernel(*batch[:5], scoring, out, lse, num_splits, **options)
+        run_decode_kernel(
+            *batch[:5], scoring, out, lse, num_splits, queries=queries, workspace=workspace, parts=parts
+        )
     elif prefill_kernel == "hopper":
         from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 

@@ -157,7 +157,7 @@ def test_a_few_queries_a_row(lengths, queries, options):
 def test_latent_vectors(queries, widths):
     with interpreted_launches() as launches:
         check_latent((200, 70), queries, 16, widths, block_size=16, dtype=BF16)
-    assert launches.reached("decode_kernel") > 0.95
+    assert launches.reached("decode_kernel") > 0.85
 
 
 @pytest.mark.nightly

@@ -85,7 +85,7 @@ def interpreted_launches(
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(triton.JITFunction, "run", run))
-        for module in ("launch", "prefill", "cascade"):
+        for module in ("launch", "decode", "prefill", "cascade"):
             stack.enter_context(
                 patch(f"paged_kernels.triton.{module}.capability_of", lambda device: capability)
             )
