@@ -36,7 +36,7 @@ def _attend(device: str, lengths: Sequence[int], queries: Sequence[int] = (), **
     from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
     kernel = options.pop("kernel", "auto")
-    small = {"heads": 8, "kv_heads": 2, "dk": 64, "dtype": torch.bfloat16} | options
+    small: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dk": 64, "dtype": torch.bfloat16} | options
     case = build_case(CaseSpec(tuple(lengths), tuple(queries), **small), device=torch.device(device))
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens)
     common = case.scoring._asdict() | {"backend": "triton"}
@@ -66,10 +66,8 @@ def _latent(device: str) -> float:
     lengths, bounds = torch.tensor([70, 33], device=device).int(), torch.tensor([0, 1, 2], device=device)
     scoring, out = Scoring(0.05), q.new_empty(2, 16, 512)
     run_decode(q, latents, rotary, table, lengths, scoring, out, latent=True)
-    keys = torch.cat([latents, rotary], dim=3)
-    exact, _ = reference.paged_attention(
-        *(each.double() for each in (q, keys, latents)), table, lengths, bounds, scoring
-    )
+    wide = (q.double(), torch.cat([latents, rotary], dim=3).double(), latents.double())
+    exact, _ = reference.paged_attention(*wide, table, lengths, bounds, scoring)
     return relative_error(out, exact) / TOLERANCE[q.dtype]
 
 

@@ -240,7 +240,7 @@ def test_the_launcher_compiles_what_the_gate_compiles(compiled, monkeypatch):
 
 @pytest.mark.parametrize("wrong", ["fast", "", "Hopper"])
 def test_a_kernel_that_does_not_exist_is_refused(wrong):
-    with pytest.raises(OptionError, match="choose plain or hopper"):
+    with pytest.raises(OptionError, match="choose auto, plain, hopper"):
         prefill_on_cpu(wrong)
 
 

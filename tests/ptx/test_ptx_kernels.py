@@ -148,7 +148,7 @@ def test_a_few_queries_a_row(lengths, queries, options):
     case = hostile(lengths, queries, **options)
     out, lse, launches = run_compiled(case, prefill_kernel="auto")
     assert_exact(case, out, lse)
-    assert launches.reached("decode_kernel") > 0.95
+    assert launches.reached("decode_kernel") > 0.8
 
 
 @pytest.mark.nightly

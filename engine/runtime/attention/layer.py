@@ -327,7 +327,8 @@ class LatentStep:
                     torch.cat(moved, dim=2).transpose(0, 1).contiguous(), *stored, scoring
                 )
             else:
-                read = _read_rows(*moved, *self._gathered(stored, 0, inside), self._rows[:inside], scoring)
+                caches = self._gathered(stored, 0, inside)
+                read = _read_rows(moved, caches, self._rows[:inside], scoring)
             parts.append(torch.matmul(read, products.values)[None])
         if whole:
             gathered = (one[None, None] for one in self._gathered(stored, inside, len(self._rows)))
@@ -357,14 +358,13 @@ def _check_latent(scoring: Scoring) -> None:
 
 
 def _read_rows(
-    inside: torch.Tensor,
-    turned: torch.Tensor,
-    latent: torch.Tensor,
-    rotary: torch.Tensor,
+    moved: Sequence[torch.Tensor],
+    caches: Sequence[torch.Tensor],
     rows: Sequence[PrefillRow],
     scoring: Scoring,
 ) -> torch.Tensor:
-    """What rows of one query, `[heads, rows, rank]` and `[heads, rows, rope_dim]`, read of their latents."""
+    """What rows of one query, `[heads, rows, rank]` and `[heads, rows, rope_dim]`, read of their latents and keys."""
+    (inside, turned), (latent, rotary) = moved, caches
     wide = torch.promote_types(inside.dtype, torch.float32)
     read, first = [], 0
     for row, (_, _, _, length) in enumerate(rows):

@@ -178,9 +178,10 @@ class LatentRows:
         from paged_kernels.triton.decode import run_decode
 
         out = q.new_empty(*q.shape[:2], latents.shape[3])
-        inputs = (q, latents, rotary, self._tables, self._lengths, scoring, out)
-        shared = {"workspace": self._workspace, "parts": self._parts}
-        run_decode(*inputs, queries=self._queries, latent=True, **shared)
+        run_decode(
+            *(q, latents, rotary, self._tables, self._lengths), scoring, out,
+            queries=self._queries, workspace=self._workspace, parts=self._parts, latent=True,
+        )  # fmt: skip
         return out.transpose(0, 1)
 
 
