@@ -199,11 +199,12 @@ def id_path(block_size: int, tile: int, wanted: str = "auto") -> str:
 def resident(shape: AttentionShape, config: LaunchConfig, capability: int) -> int:
     """Programs of the decode kernel that a multiprocessor holds: shared memory is what limits them.
 
-    They stage tiles of K and V, all but one of the `stages`, and queries, weights and a sum of their rows. This is what
-    the resource gate reads from the compiled kernels (`tests/paged_kernels/test_launch_policy.py`).
+    They stage tiles of K and V, all but one of the `stages` (products of a warp group hold theirs longer: all), and
+    queries, weights and a sum of their rows. This is what the resource gate reads from the compiled kernels (`tests/paged_kernels/test_launch_policy.py`).
     """
     numbers = padded(shape.dk) + padded(shape.rotary or shape.dv)
-    staged = (config.stages - 1) * config.tile * numbers * shape.kv_dtype.itemsize
+    held = config.stages if config.rows >= 64 and warp_groups(capability) else config.stages - 1
+    staged = held * config.tile * numbers * shape.kv_dtype.itemsize
     rows = config.rows * ((padded(shape.dk) + config.tile) * shape.dtype.itemsize + 4)
     return max(1, (shared_bytes(capability) + RESERVED) // (staged + rows + RESERVED))
 
