@@ -200,7 +200,8 @@ def resident(shape: AttentionShape, config: LaunchConfig, capability: int) -> in
     """Programs of the decode kernel that a multiprocessor holds: shared memory is what limits them.
 
     They stage tiles of K and V, all but one of the `stages` (products of a warp group hold theirs longer: all), and
-    queries, weights and a sum of their rows. This is what the resource gate reads from the compiled kernels (`tests/paged_kernels/test_launch_policy.py`).
+    queries, weights and a sum of their rows. This is what the resource gate reads from the compiled kernels
+    (`tests/paged_kernels/test_launch_policy.py`).
     """
     numbers = padded(shape.dk) + padded(shape.rotary or shape.dv)
     held = config.stages if config.rows >= 64 and warp_groups(capability) else config.stages - 1
