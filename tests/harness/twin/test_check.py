@@ -117,3 +117,18 @@ def test_the_exit_code_says_whether_a_figure_differs(run, tmp_path, capsys, othe
     out = f"--out={tmp_path / 'out'}"
     assert main(["twin", str(RECORDED), *WORDS, "--check", str(path), out]) == code
     assert "Of 7 figures" in capsys.readouterr().out
+
+
+def test_a_page_of_vllm_itself_is_read_in_every_figure(run):
+    """Recorded from `vllm serve` 0.32 on a CPU with a tiny random model, under a load that it could not keep up with."""
+    page = Path(__file__).resolve().parents[2] / "data" / "vllm_metrics.txt"
+    real = {row.name: row.real for row in compared(run, pages(str(page)))}
+    assert real == {
+        "hit ratio of prompt tokens": pytest.approx(0.53, abs=0.03),
+        "preemptions of 100 requests": 0.0,
+        "KV pool of a replica, tokens": 8192.0,
+        "running requests": 7.0,
+        "waiting requests": 895.0,
+        "kv_cache_usage_perc": pytest.approx(63 / 255),  # one of its 256 blocks is never given out
+        "kv_cache_token_usage_perc": None,
+    }
