@@ -138,7 +138,7 @@ def changes(twin: Twin) -> Drawing:
             factor, band = one.factor(name), one.change.get(name)
             if factor is None:
                 continue
-            colour = GREY if not one.shows(name) else PALETTE[0] if one.outside < 0.005 else PALETTE[1]
+            colour = GREY if not one.shows(name) else PALETTE[1] if one.unseen else PALETTE[0]
             ends = [factor] if band is None else [band.low, band.high]
             low, drawn, high = (float(np.clip(at - 1, -_FAR, _FAR)) for at in (min(ends), factor, max(ends)))
             panel.plot([100 * low, 100 * high], [-place, -place], color=colour, linewidth=0.9)
@@ -153,7 +153,7 @@ def changes(twin: Twin) -> Drawing:
     grid[0].set_ylim(-len(rows) + 0.4, 0.6)
     caption = (
         "What-ifs against the prediction for the settings as they are, with the band of each change. Grey: no "
-        "difference beyond it. Orange: partly in steps larger than any that this deployment took."
+        "difference beyond it. Orange: with what the fit has not seen."
     )
     return Drawing("what_ifs", caption, figure, data)
 
@@ -172,6 +172,6 @@ def changes_table(twin: Twin) -> "pd.DataFrame":
             row[f"{name}_change_low"] = np.nan if band is None else band.low - 1
             row[f"{name}_change_high"] = np.nan if band is None else band.high - 1
         row |= {"kv_peak": one.kv_peak, "preemptions": one.preemptions, "hit_share": one.hit_share}
-        row |= {"outside": one.outside, "refused": one.note if one.figures is None else "", "note": one.note}
+        row |= {"unseen": one.unseen, "refused": one.note if one.figures is None else "", "note": one.note}
         rows.append(row)
     return pd.DataFrame(rows)

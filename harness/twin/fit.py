@@ -38,8 +38,8 @@ from harness.twin.residuals import (
 )
 from harness.twin.sharing import cached_before
 from harness.twin.step_fit import StepResiduals, steps_to_fit
-from harness.twin.trust import band_lines, bands_of_log, errors_by_part
-from harness.twin.what_ifs import figures_of
+from harness.twin.trust import band_lines, errors_by_part
+from harness.twin.what_ifs import figures_of, with_draws
 from harness.workload.deployment import deployment_of, settings_text
 from traces.formats.pagetwin import write_jsonl
 from traces.trace import Trace
@@ -417,7 +417,7 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
 def _trust(fit: Fit, log: EngineLog, config: RunConfig) -> list[str]:
     """How far to trust the deployment, a line each: errors by load and lengths, and the bands of its figures."""
     parts = errors_by_part(fit.prediction, log, fit.others)
-    found = bands_of_log(log, config, fit.prediction)
+    found = with_draws(log, config, log.workload, fit.prediction).bands
     return [
         *parts,
         "Nine of ten measured values should lie",

@@ -92,7 +92,7 @@ def summary(twin: Twin) -> str:
         figures=_figures(twin),
         labels=list(_LABELS.values()),
         finding=finding(twin),
-        changes=[(one, _cells(one), one.trust) for one in twin.changes[1:]],
+        changes=[(one, _cells(one)) for one in twin.changes[1:]],
         notes=notes(twin),
     )
 
@@ -165,7 +165,7 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
         labels=list(_LABELS.values()),
         finding=finding(twin),
         changes=[
-            (one, _cells(one), one.trust, f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
+            (one, _cells(one), f"{100 * one.kv_peak:.0f} %" if one.figures else "–")
             for one in twin.changes[1:]
         ],
         base_cells=[_shown(name, (twin.base.figures or {}).get(name)) for name in _LABELS],

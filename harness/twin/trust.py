@@ -4,22 +4,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from harness.config.schema import RunConfig
 from harness.point.bands import Band
 from harness.twin.log import EngineLog, IntArray
 from harness.twin.prediction import PredictedRun, errors_of
-from harness.twin.what_ifs import with_draws
 
 _FEWEST = 10  # requests of a part whose errors are said
-
-
-def bands_of_log(log: EngineLog, config: RunConfig, prediction: PredictedRun) -> dict[str, Band]:
-    """The band of each figure of a log's prediction (`what_ifs.FIGURES`); empty where none is known.
-
-    Raises:
-        ConfigError: a request of the log can never be served with these settings, or `device.fits` cannot be read.
-    """
-    return dict(with_draws(log, config, log.workload, prediction).bands)
 
 
 def errors_by_part(prediction: PredictedRun, log: EngineLog, places: IntArray) -> list[str]:

@@ -1,8 +1,7 @@
 """What-ifs: the deployment's requests under other settings, each beside the prediction for the settings that it has.
 
 A question is `key=value,value` or `load=factor`: the user's own, or the `questions` that are always asked. Each answer
-has bands of its figures and of their change, and the trust that the fit earned: the share of the time in steps that are
-larger than any of the deployment, about which its log says nothing.
+has bands of its figures and of their change, and says what of it the fit has not seen.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +30,7 @@ from traces.reshape import set_rate
 from traces.trace import Trace
 
 FIGURES = (*("ttft_p50", "ttft_mean", "ttft_p99", "tpot_p50", "tpot_mean", "tpot_p99", "output_throughput"),)
-LOAD, BLOCK_SIZE, POOL = "load", "cache.block_size", "cache.pool"
+LOAD, BLOCK_SIZE, POOL, AS_IT_IS = "load", "cache.block_size", "cache.pool", "as it is"
 NOT_PRICED = {
     BLOCK_SIZE: "the cost model does not price block size: sizes differ by the last, partly filled block and by prefix "
     "reuse",
@@ -55,11 +54,10 @@ _MOST = 1_500  # requests of a log that are simulated for bands
 class WhatIf:
     """Settings that are one and the same simulation, and what it gives. The first row is of those as they are.
 
-    `figures` by name of `FIGURES`, and `before` those of the first row; None: refused, and `note` says why. `outside`
-    is the share of the time in steps with more rows, tokens or KV than any step of the first row. `bands` are of the
-    figures; a change is a factor, and `change` has its band, from the same draws of constants and chance before and
-    after. Both are empty where nothing is known of the device's constants, and where no figure changes. `unseen` says
-    what of model and load the fit has not seen.
+    `figures` by name of `FIGURES`, and `before` those of the first row; None: refused, and `note` says why. `bands`
+    are of the figures; a change is a factor, and `change` has its band, from the same draws of constants and chance
+    before and after. Both are empty where nothing is known of the device's constants, and where no figure changes.
+    `unseen` says what of model and load the fit has not seen.
     """
 
     settings: tuple[str, ...]
@@ -68,7 +66,6 @@ class WhatIf:
     kv_peak: float = np.nan
     preemptions: int = 0
     hit_share: float = np.nan
-    outside: float = np.nan
     note: str = ""
     bands: Mapping[str, Band] = field(default_factory=dict)
     change: Mapping[str, Band] = field(default_factory=dict)
@@ -101,28 +98,15 @@ class WhatIf:
         shown = {name: log(self.factor(name) or 1e-9) for name in _LABELS if self.shows(name)}
         return sum(each if name == "output_throughput" else -each for name, each in shown.items())
 
-    @property
-    def trust(self) -> str:
-        """How far the answer can be trusted, in words."""
-        if self.figures is None:
-            return "no answer"
-        if self.unseen:
-            return self.unseen
-        if self.outside >= 0.005:
-            return f"extrapolated: {100 * self.outside:.0f} % of the time in steps larger than any in the log"
-        return "inside the log's range"
-
     def __str__(self) -> str:
         """The answer in one sentence."""
         if self.figures is None:
             return f"{self.name}: {self.note}"
-        if self.figures is self.before:
+        if self.settings[0] == AS_IT_IS:
             return f"{self.name}: one and the same simulation"
         said = [self._said(name) for name in _LABELS if self.factor(name) is not None] if self.changes else []
         parts = [", ".join(said) or f"no figure changes by {_SAME:.1%}", self.note]
-        return f"{self.name}: " + "; ".join(
-            filter(None, [*parts, self.trust if self.outside or self.unseen else ""])
-        )
+        return f"{self.name}: " + "; ".join(filter(None, [*parts, self.unseen]))
 
     def _said(self, name: str) -> str:
         assert self.figures is not None
@@ -176,7 +160,7 @@ def what_ifs(
         UserError: a question cannot be read.
     """
     before = with_draws(log_, config, log_.workload, base)
-    as_it_is = replace(base_of(log_, base), bands=before.bands)
+    as_it_is = replace(_row(log_, base, (AS_IT_IS,), before.figures, ""), bands=before.bands)
     found, refused = {_result(as_it_is): as_it_is}, []
     for setting, values, workload in [one for text in texts for one in _asked(config, log_.workload, text)]:
         tell(setting)
@@ -191,7 +175,7 @@ def what_ifs(
         if deployment_of(changed).pool.tokens > deployment_of(config).pool.tokens:
             note = "a pool larger than the deployment's needs more memory than it gave to KV"
         new = unseen(point_of(changed, workload), run.log.steps)
-        row = replace(_row(log_, run, base, (setting,), as_it_is.before, note), unseen=new)
+        row = replace(_row(log_, run, (setting,), before.figures, note), unseen=new)
         same = found.get(_result(row))
         if same is None and row.changes:
             after = with_draws(log_, changed, workload, run)
@@ -207,31 +191,14 @@ def _result(row: WhatIf) -> str:
     return str((row.figures, row.preemptions, row.hit_share))
 
 
-def base_of(log_: EngineLog, base: PredictedRun) -> WhatIf:
-    """The deployment's own settings as a row of the table."""
-    return _row(log_, base, base, ("as it is",), None, "")
-
-
 def _row(
-    log_: EngineLog,
-    found: PredictedRun,
-    base: PredictedRun,
-    settings: tuple[str, ...],
-    before: Mapping[str, float] | None,
-    note: str,
+    log_: EngineLog, run: PredictedRun, settings: tuple[str, ...], before: Mapping[str, float], note: str
 ) -> WhatIf:
-    figures, requests = figures_of(log_, found), found.log.requests
-    prompts = float(np.sum(requests["prompt_tokens"]))
-    return WhatIf(
-        settings,
-        figures if before is None else before,
-        figures,
-        _kv_peak(found),
-        int(np.sum(requests["preemptions"])),
-        float(np.sum(requests["hit_tokens"])) / prompts if prompts else 0.0,
-        outside_of(found, base),
-        note,
+    prompts, hits, preemptions = (
+        float(np.sum(run.log.requests[name])) for name in ("prompt_tokens", "hit_tokens", "preemptions")
     )
+    share = hits / prompts if prompts else 0.0
+    return WhatIf(settings, before, figures_of(log_, run), _kv_peak(run), int(preemptions), share, note)
 
 
 def _kv_peak(found: PredictedRun) -> float:
@@ -258,20 +225,6 @@ def measured_figures(log_: EngineLog) -> dict[str, float]:
 def _figures(ttft_s: FloatArray, tpot_s: FloatArray, rate: float) -> dict[str, float]:
     found = figures_of_times(ttft_s, tpot_s) | {"output_throughput": rate}
     return {name: found[name] for name in FIGURES}
-
-
-def outside_of(found: PredictedRun, base: PredictedRun) -> float:
-    """The share of the time in steps with more rows, tokens or KV to read than any step of `base`."""
-    if found is base:
-        return 0.0
-    steps = found.log.steps
-    seconds = np.asarray(steps["seconds"], dtype=np.float64)
-    beyond = np.zeros(len(seconds), dtype=bool)
-    for name in ("rows", "query_tokens", "kv_read_tokens"):
-        largest = float(np.max(base.log.steps[name], initial=0.0))
-        beyond |= np.asarray(steps[name], dtype=np.float64) > largest
-    total = float(seconds.sum())
-    return float(seconds[beyond].sum()) / total if total else 0.0
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ def test_the_exit_code_says_whether_a_figure_differs(run, tmp_path, capsys, othe
 
 
 def test_a_page_of_vllm_itself_is_read_in_every_figure(run):
-    """Recorded from `vllm serve` 0.32 on a CPU with a tiny random model, under a load that it could not keep up with."""
+    """Recorded from `vllm serve` 0.32 on a CPU with a tiny random model, under more load than it could serve."""
     page = Path(__file__).resolve().parents[2] / "data" / "vllm_metrics.txt"
     real = {row.name: row.real for row in compared(run, pages(str(page)))}
     assert real == {

@@ -26,8 +26,8 @@ from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import errors_of, others, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
-from harness.twin.trust import bands_of_log, errors_by_part
-from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs
+from harness.twin.trust import errors_by_part
+from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs, with_draws
 from traces.trace import AFTER, CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
 GPU = DeviceConfig(
@@ -117,7 +117,7 @@ def test_a_fit_that_predicts_what_it_has_not_seen_worse_than_the_description_is_
 
 def test_the_bands_of_a_fit_hold_what_was_measured_and_are_narrow(fit: Fit) -> None:
     log = planted(TRUE)
-    found = bands_of_log(log, replace(config(), device=fit.device), fit.prediction)
+    found = with_draws(log, replace(config(), device=fit.device), log.workload, fit.prediction).bands
     measured = measured_figures(log)
     assert sum(band.holds(measured[name]) for name, band in found.items()) >= 6
     assert all(found[name].high < 1.2 * found[name].low for name in ("tpot_p50", "tpot_mean"))

@@ -22,7 +22,7 @@ from harness.twin.page import facts, summary
 from harness.twin.prediction import PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
 from harness.twin.twin import Twin, finding, grade, verdict
-from harness.twin.what_ifs import WhatIf, outside_of, questions, what_ifs
+from harness.twin.what_ifs import WhatIf, questions, what_ifs
 from harness.workload.point import resolve
 from harness.workload.simulate import simulate
 from traces.reading import read_trace
@@ -153,9 +153,9 @@ def test_the_state_of_replicas_is_that_of_all_together(twin: Twin) -> None:
     assert series.kv_use is None
 
 
-def test_an_answer_beyond_the_log_is_marked() -> None:
-    said = "extrapolated: 25 % of the time in steps larger than any in the log"
-    assert str(WhatIf(("load=2",), {"ttft_p50": 1.0}, {"ttft_p50": 2.0}, outside=0.25)).endswith(said)
+def test_an_answer_beyond_the_fit_says_so() -> None:
+    one = WhatIf(("load=2",), {"ttft_p50": 1.0}, {"ttft_p50": 2.0}, unseen="the fit has not seen this load")
+    assert str(one).endswith("; the fit has not seen this load")
 
 
 def test_what_is_to_be_known_first_stands_before_the_errors(twin: Twin) -> None:
@@ -174,7 +174,7 @@ def test_settings_of_one_simulation_are_one_row(twin: Twin) -> None:
 def jumped(low: float, high: float) -> WhatIf:
     """A median TTFT that is 17 % larger, with a band of this change."""
     settings, before, after = ("block_size=128",), {"ttft_p50": 1.0}, {"ttft_p50": 1.17}
-    return WhatIf(settings, before, after, outside=0.0, change={"ttft_p50": Band(low, high)})
+    return WhatIf(settings, before, after, change={"ttft_p50": Band(low, high)})
 
 
 def test_a_jump_inside_its_band_is_no_finding(twin: Twin) -> None:
@@ -187,13 +187,6 @@ def test_a_jump_beyond_its_band_is_said_with_it(twin: Twin) -> None:
     assert "+17.0\u00a0%; +5.0\u00a0% to +30.0\u00a0%" in summary(
         replace(twin, changes=[twin.base, jumped(1.05, 1.3)])
     )
-
-
-def test_steps_larger_than_any_of_the_base_are_outside(twin: Twin) -> None:
-    config = replace(twin.config, scheduler=replace(twin.config.scheduler, max_batched_tokens=256))
-    small = predictor(config, twin.log.workload)(config.device)
-    assert outside_of(twin.prediction, small) > 0
-    assert outside_of(small, small) == 0
 
 
 def test_a_device_that_was_fitted_to_the_same_log_is_said(twin: Twin) -> None:
