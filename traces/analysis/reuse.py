@@ -231,8 +231,9 @@ def reuse_profile(
     With `spare_last_token` it is an engine that serves one request after the other, from a pool that each of them fits:
     the last token is always computed, and a last block that is partial, or computed again, takes a block of the pool
     until another request needs one. That is exact, but for prompts that end on a block's edge and stood whole in the
-    cache, of whose last block an engine without `deduplicate` keeps two copies. With `partial_blocks` a partial last
-    block also occupies a block of the cache, as in published tables; it is never hit.
+    cache, of whose last block an engine without `deduplicate` keeps two copies. With blocks of one token that is every
+    prompt that comes again: 5 of 3,000 random traces differ by a hit then, 4 of them by the copy. With `partial_blocks`
+    a partial last block also occupies a block of the cache, as in published tables; it is never hit.
     """
     paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
     requests = paths.trace.requests
