@@ -5,8 +5,9 @@ recognised by their parts, not by the name of their class, and are replaced only
 results on random rows. The norm is one pass in C (`norm.c`). Linear weights are copied once into the order that the
 CPU's matrix kernels read; their results are bit-identical in bfloat16, and in float32 the order of the sums differs.
 The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass (`gate.c`).
-In float32 the many rows of a prefill are multiplied by the weights as they are, and the middle of an MLP lies in memory
-that is kept: new memory of tens of megabytes would be cleared by the operating system at every call.
+In float32 the many rows of a prefill are multiplied by the weights as they are, unless a short probe finds
+that MKL does not use all of this CPU. The middle of an MLP lies in memory that is kept: new memory of tens of megabytes
+would be cleared by the operating system at every call.
 
 transformers rotates q and k with a function of the model's file, in about ten passes over memory. An attention module
 gets its own `forward` with another function in that place, in one pass of C (`rotate.c`). Everything else keeps its
@@ -15,9 +16,10 @@ function. The function is replaced only if both give the same numbers for random
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from inspect import signature
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -41,7 +43,9 @@ class Replacement(NamedTuple):
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FINE, _COARSE = 8, 64  # rows are padded to multiples of _FINE up to _BATCH rows, of _COARSE above
 _FEW_ROWS = 4  # with fewer rows plain float32 is faster
-_MANY_ROWS = 256  # with more rows plain float32 is faster too, if torch has MKL
+_MANY_ROWS = 256  # with more rows plain float32 is faster too, if torch has MKL that uses all of the CPU
+_PROBE_WEIGHT, _PROBE_ROWS, _PROBE_ROUNDS = (2816, 512), (64, 256), 7
+_WINS = 1.25  # by so much oneDNN must be faster at all of these rows: so a busy machine finds what an idle one finds
 _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -114,15 +118,44 @@ def _packed_numbers(weight: torch.Tensor) -> tuple[float, float]:
     if weight.dtype is not torch.float32:
         return 0, math.inf
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    few = _FEW_ROWS * weight.shape[1] if weight.nbytes > _SMALL_WEIGHT_BYTES else 0
-    return few, _MANY_ROWS * weight.shape[1] if has_mkl else math.inf
+    few = _FEW_ROWS * weight.shape[1] if weight.nbytes > _SMALL_WEIGHT_BYTES or onednn_wins() else 0
+    return few, _MANY_ROWS * weight.shape[1] if has_mkl and not onednn_wins() else math.inf
+
+
+@cache
+def onednn_wins() -> bool:
+    """Whether oneDNN multiplies many float32 rows clearly faster than MKL, measured once a process, in about 0.1 s.
+
+    It does on CPUs on which MKL keeps to narrower instructions than they have, such as AMD's.
+    """
+    weight = torch.ones(_PROBE_WEIGHT)
+    ours, plain = _packed(weight, None), partial(torch.nn.functional.linear, weight=weight)
+
+    def seconds(run: Forward, rows: torch.Tensor) -> float:
+        start = time.thread_time()
+        run(rows)
+        return time.thread_time() - start
+
+    for count in _PROBE_ROWS:
+        rows = torch.ones(count, _PROBE_WEIGHT[1])
+        with torch.inference_mode():
+            pairs = [(seconds(plain, rows), seconds(ours, rows)) for _ in range(1 + _PROBE_ROUNDS)]
+        theirs, mine = (min(found) for found in zip(*pairs, strict=True))
+        if theirs < _WINS * mine:
+            return False
+    return True
 
 
 def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
     """The linear function of a packed copy of a weight `[out, in]`."""
-    if weight.dtype is torch.float32 and weight.nbytes <= _SMALL_WEIGHT_BYTES:
+    if weight.dtype is torch.float32 and weight.nbytes <= _SMALL_WEIGHT_BYTES and not onednn_wins():
         turned = host_memory(weight.t().shape, weight.dtype).copy_(weight.t()).t()
         return lambda x: torch.nn.functional.linear(x, turned, bias)
+    return _packed(weight, bias)
+
+
+def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
+    """The linear function in oneDNN of a packed copy of a weight."""
     with torch.no_grad():  # a copy in the order that oneDNN's matrix product reads
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH)
     run = torch.ops.mkldnn._linear_pointwise.default

@@ -21,14 +21,17 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
     assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("rows", [256, 257, 300])
-def test_a_large_layer_computes_the_same_with_many_rows(rows, bias):
+@pytest.mark.parametrize("wins", [False, True])
+@pytest.mark.parametrize(("rows", "bias"), [(1, True), (8, False), (256, True), (257, False), (300, True)])
+@pytest.mark.parametrize("width", [64, 1030])  # the larger one has more than 4 MiB
+def test_a_layer_computes_the_same_whichever_library_is_faster(width, rows, bias, wins, monkeypatch):
+    from engine.runtime.models import cpu_layers
     from engine.runtime.models.cpu_layers import pack_linears
 
+    monkeypatch.setattr(cpu_layers, "onednn_wins", lambda: wins)
     torch.manual_seed(2)
-    layer = torch.nn.Linear(1030, 1100, bias=bias).eval()  # more than 4 MiB
-    x = torch.randn(1, rows, 1030)
+    layer = torch.nn.Linear(width, 1100, bias=bias).eval()
+    x = torch.randn(1, rows, width)
     with torch.inference_mode():
         pack_linears(layer)
         found = layer(x)
