@@ -48,6 +48,7 @@ def copies(config: RunConfig) -> None:
 def contiguous(policy: CachePolicy) -> Change:
     def change(config: RunConfig) -> None:
         config.cache.policy, config.cache.pool_tokens = policy, 2048
+        config.decoding.draft_place = SpeculationMode.lookahead  # others share blocks
 
     return change
 
