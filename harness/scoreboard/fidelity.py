@@ -184,7 +184,7 @@ def _fitted(log: EngineLog, read: Configured) -> Row:
         taken, _, fit = fit_log(log, read)
     except UserError as error:
         return {"fit": "a first part", "not priced": str(error).partition(";")[0]}
-    how = "" if taken is log else ", prompts found to be cached"
+    how = "" if taken is log else ", with cached prompts or pauses of the client that it found"
     how += "" if fit.kept else ", of the description, which predicts them better than the fit does"
     return {"fit": f"{fit.which}; errors of the others{how}"} | _errors(fit.held_out)
 
