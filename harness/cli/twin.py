@@ -168,12 +168,13 @@ FIT = "fit.yaml"  # in the folder of the report: the fitted device, and beside i
 
 def _kept_fit(log: "EngineLog", found: "Configured", out: Path) -> tuple["EngineLog", tuple[str, ...]]:
     """The log, and the deployment that was fitted to it before as an override; none where another one was, or none."""
-    from harness.twin.fit import deployment_file, log_of_cached_prompts, trace_bytes, workload_file
+    from harness.twin.fit import deployment_file, logs_of_a_fit, trace_bytes, workload_file
 
     load, deployment = workload_file(out / FIT), deployment_file(out / FIT)
     if load.is_file() and deployment.is_file():
-        for one in (log, log_of_cached_prompts(log, found)):
-            if one is not None and load.read_bytes() == trace_bytes(one.workload):
+        kept = load.read_bytes()
+        for one in logs_of_a_fit(log, found):
+            if kept == trace_bytes(one.workload):
                 remark(f"the fit of {deployment} is taken; remove it to fit again")
                 return one, (f"deployment={deployment}",)
     return log, ()

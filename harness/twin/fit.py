@@ -7,7 +7,7 @@ The constants, their bounds and priors are in `residuals`, and how far the log a
 import json
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
@@ -342,6 +342,15 @@ def fit_log(
 
 
 _PAUSES_S = tuple(0.002 * number for number in range(13))
+
+
+def logs_of_a_fit(log: EngineLog, found: Configured) -> Iterator[EngineLog]:
+    """Every log that `fit_log` may return for this one: as it is, with other pauses, with cached prompts."""
+    pauses = _PAUSES_S if log.assumes_pauses else _PAUSES_S[:1]
+    for paused in (_paused(log, more_s) if more_s else log for more_s in pauses):
+        yield paused
+        if (cached := log_of_cached_prompts(paused, found)) is not None:
+            yield cached
 
 
 def log_of_pauses(log: EngineLog, config: RunConfig, chosen: IntArray) -> tuple[float, EngineLog]:

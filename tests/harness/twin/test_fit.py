@@ -18,8 +18,10 @@ from harness.twin.fit import (
     fit_schedule,
     log_of_cached_prompts,
     log_of_pauses,
+    logs_of_a_fit,
     not_in,
     requests_to_fit,
+    trace_bytes,
     which,
 )
 from harness.twin.log import EngineLog, LoggedRequests
@@ -295,6 +297,8 @@ def test_a_pause_that_a_log_does_not_tell_is_found_by_the_first_tokens_of_its_re
     more_s, found = log_of_pauses(replace(log, workload=told), replace(config(), device=TRUE), np.arange(60))
     assert more_s == 0.002
     assert found.workload.requests == log.workload.requests
+    fitted = logs_of_a_fit(replace(log, workload=told, assumes_pauses=True), KNOWN)
+    assert any(trace_bytes(one.workload) == trace_bytes(found.workload) for one in fitted)
 
 
 def logged(running: Sequence[int]) -> EngineLog:
