@@ -31,7 +31,7 @@ from paged_kernels import (
 from paged_kernels.launch_policy import Room, parts_of_rows
 from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.triton import decode as triton_decode
-from paged_kernels.triton.decode import PartsOfStep, run_decode
+from paged_kernels.triton.decode import PartsOfStep, Queries, run_decode
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -200,6 +200,15 @@ def test_a_few_queries_a_row_are_read_in_parts(monkeypatch, lengths, queries, op
 def test_a_few_queries_a_row_in_any_dtype(monkeypatch, dtype, kv_dtype):
     cut_short_rows(monkeypatch)
     check(spec_of((290, 75), (6, 2), dtype=dtype, kv_dtype=kv_dtype), **SHORT)
+
+
+@pytest.mark.parametrize("num_splits", [1, None])
+def test_the_first_query_of_a_row_sees_keys_in_a_tile_before_the_window_of_the_last(num_splits):
+    case = build_case(spec_of((264,), (8,), window=6))
+    out = torch.full_like(case.q, float("nan"))
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.scoring, out)
+    run_decode(*inputs, None, num_splits, queries=Queries(case.cu_seqlens_q, 8))
+    assert relative_error(out, exact_attention(case)[0]) < TOLERANCE[FP32]
 
 
 def test_queries_in_more_rows_than_one_launch_holds(monkeypatch):
