@@ -19,7 +19,7 @@ from engine.core.memory.group_pages import pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec
-from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing, TierStore
+from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
@@ -115,11 +115,11 @@ def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0
 
 
 def goes_singly(deployment: Deployment) -> bool:
-    """Whether each step must be replayed as one: a rule of eviction depends on the time, or evicted blocks are copied
-    in the step that evicts them.
+    """Whether each step must be replayed as one: a rule of eviction depends on the time, or what tiers copy is a part
+    of one step, and not of all that a fast-forward takes together.
     """
     cache = deployment.cache
-    copied = deployment.copies_tiers and cache.tier_store is TierStore.evicted
+    copied = deployment.copies_tiers
     below = cache.tier_tokens > 0 and (copied or _tier_policy(cache, deployment.pool.block_size).reads_clock)
     return below or eviction_policy(deployment).reads_clock
 

@@ -67,9 +67,20 @@ def test_reading_beside_a_step_delays_it_less_than_reading_before_it() -> None:
     assert beside["ttft_mean"] < before["ttft_mean"]
 
 
+_AT_HAND = (
+    "device=cpu",
+    "model=tiny_llama",
+    "workload.length_scale=0.1",
+    "cache.max_model_len=1024",
+    "cache.pool_tokens=1024",
+    "cache.tier_tokens=1024",
+)
+
+
 @pytest.mark.parametrize("store", ["written", "evicted"])
-def test_no_fast_forward_and_no_rows_change_a_figure(store: str) -> None:
-    words = ("cache.tier_tokens=20000", "cache.disk_tokens=90000", f"cache.tier_store={store}")
+@pytest.mark.parametrize("device", [(), _AT_HAND], ids=["h100", "at_hand"])
+def test_no_fast_forward_and_no_rows_change_a_figure(store: str, device: tuple[str, ...]) -> None:
+    words = ("cache.tier_tokens=20000", "cache.disk_tokens=90000", f"cache.tier_store={store}", *device)
     point = resolve(config(*words))
     cost = cost_model(point.deployment)
     found = compute_metrics(simulate(point, cost))
