@@ -74,6 +74,8 @@ _AT_HAND = (
     "cache.max_model_len=1024",
     "cache.pool_tokens=1024",
     "cache.tier_tokens=1024",
+    "device.host_link_gbs=0.1",
+    "workload.request_rate=50",
 )
 
 
