@@ -18,6 +18,10 @@ from harness.replay.folds import Hull
 
 NEW = "new to the fit"
 """The key of a fitted cost model's provenance that says what of the model the fit has not seen."""
+NOT_KEPT = (
+    "the file of this fit does not keep what its log has shown: fit the log again with calibrate --from-log"
+)
+"""What is said of a fit without `device.seen`."""
 LARGEST = ("rows", "query_tokens", "kv_read_tokens", "waiting")
 """Columns of the step table of which a fit keeps the largest value."""
 _SIZES = ("rows", "query_tokens", "kv_read_tokens", "longest")  # those that make a step longer

@@ -27,7 +27,7 @@ from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DeviceConfig, EngineDevice
 from harness.cost.roofline import ASSUMED, ASSUMED_FRONT_END
-from harness.cost.seen import seen_of
+from harness.cost.seen import NOT_KEPT, seen_of
 from harness.metrics.log import Column, FloatArray
 from harness.point.cost import cost_model, resolve_cost_kind
 from harness.replay.features import FeatureMeter
@@ -93,7 +93,7 @@ def unseen(point: Point, steps: Mapping[str, Column] | None = None) -> str:
     """
     deployment = point.deployment
     if deployment.device.seen is None:
-        return ""
+        return NOT_KEPT if deployment.device.fitted_from is not None else ""
     known = seen_of(deployment.device.seen)
     said = known.new_model(deployment.shape, deployment.device.tensor_parallel)
     load = known.new_load(steps, longest_request(point.trace)) if steps is not None else ""

@@ -27,7 +27,7 @@ from harness.cost.roofline import (
     origin_of,
     origins,
 )
-from harness.cost.seen import NEW, seen_of
+from harness.cost.seen import NEW, NOT_KEPT, seen_of
 from harness.cost.timings import NATIVE
 from harness.environment import engine_kernels
 from harness.replay.cost_model import CostModel, CostSource
@@ -381,12 +381,15 @@ def cost_model(deployment: Deployment) -> CostModel:
 
     One of constants that were fitted to a log has the range of that log's steps, and says what is new to it.
     """
-    cost, text = _cost_model(deployment), deployment.device.seen
-    if text is not None and isinstance(cost, RooflineCost | PublishedCost):
-        known = seen_of(text)
-        new = known.new_model(deployment.shape, deployment.device.tensor_parallel)
-        provenance = {**cost.source.provenance, **({NEW: new} if new else {})}
-        cost.source = replace(cost.source, provenance=provenance, hull=dict(known.hull))
+    cost, device = _cost_model(deployment), deployment.device
+    if device.fitted_from is None or not isinstance(cost, RooflineCost | PublishedCost):
+        return cost
+    new, hull = NOT_KEPT, cost.source.hull
+    if device.seen is not None:
+        known = seen_of(device.seen)
+        new, hull = known.new_model(deployment.shape, device.tensor_parallel), dict(known.hull)
+    provenance = {**cost.source.provenance, **({NEW: new} if new else {})}
+    cost.source = replace(cost.source, provenance=provenance, hull=hull)
     return cost
 
 

@@ -308,7 +308,7 @@ def _assumed(record: PointRecord) -> Iterable[str]:
     missing = [key for key in _ENGINE if not chosen & ({key, key.partition(".")[0]} - {"cache"})]
     fitted = record.setting("device.fitted_from")
     if new := record.cost.get("provenance", {}).get(NEW):
-        yield f"{new[0].upper()}{new[1:]}. The figures may be far off; a log of this model would tell."
+        yield f"{new[0].upper()}{new[1:]}. For another model or a larger load the figures may be far off."
     if fitted and missing and "cache.pool_blocks" not in chosen:
         yield (
             f"The device was fitted to {fitted}, but its file has no settings of that engine: {', '.join(missing)} are "

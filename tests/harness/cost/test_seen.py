@@ -161,6 +161,13 @@ def test_a_run_says_that_the_fit_has_not_seen_its_model() -> None:
     assert not any("has not seen" in line for line in beside_figures([recorded("model=llama31_8b")]))
 
 
+def test_a_fit_that_does_not_keep_what_it_has_seen_says_so() -> None:
+    device = replace(fitted(**WIDE), seen=None)
+    record = run_point(replace(config("model=llama31_8b"), device=device)).record
+    assert any("does not keep what its log has shown" in line for line in beside_figures([record]))
+    assert "does not keep" in unseen(point("model=llama31_8b", device=device))
+
+
 def test_a_run_counts_the_time_in_steps_that_the_fit_has_not_seen() -> None:
     small = replace(config("model=llama31_8b"), device=fitted(rows=1.0))
     section = run_point(small).record.cost["extrapolated"]
