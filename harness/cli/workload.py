@@ -304,6 +304,8 @@ def _source(source: Path, words: list[str]) -> _Source:
 
     if not source.exists():
         raise UserError(f"SOURCE: no such file or folder: '{source}'")
+    if not (source.is_file() or source.is_dir()):  # reading a pipe may never end
+        raise UserError(f"SOURCE: '{source}' is a pipe or a device; name a file or a folder")
     if source.is_file():
         return _of_trace(["trace=file", f"trace.path={source}", *words])
     if (source / "points").is_dir():

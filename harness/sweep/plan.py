@@ -224,6 +224,8 @@ def experiment_overrides(name: str) -> Sequence[str]:
 
 
 def _content(key: str, file: Path) -> Any:
+    if file.is_fifo():  # reading one may never end
+        raise ConfigError(key, f"cannot read '{file}': it is a pipe; name a file")
     try:
         return plain_yaml(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -68,6 +68,8 @@ def read_engine_log(folder: Path) -> EngineLog:
 def _engine_log(folder: Path) -> EngineLog:
     if not folder.exists():
         raise EngineLogError(str(folder), None, None, "no such file or folder")
+    if not (folder.is_file() or folder.is_dir()):  # reading a pipe may never end
+        raise EngineLogError(str(folder), None, None, "is a pipe or a device; name a file or a folder")
     found, files = _Found(), [folder]
     if folder.is_dir():
         files = sorted(path for path in folder.iterdir() if path.is_file() and path.name not in _IGNORED)

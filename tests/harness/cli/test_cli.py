@@ -578,6 +578,13 @@ def test_a_trace_that_may_never_end_is_refused(cli: Cli, tmp_path: Path, kind: s
     assert (code, err) == (2, f"error: '{name}' is a pipe or a device; name a trace file, or a folder\n")
 
 
+@pytest.mark.parametrize("words", [["advise", "x.yaml"], ["twin", "x.yaml"], ["run", "deployment=x.yaml"]])
+def test_no_command_waits_for_a_pipe(cli: Cli, tmp_path: Path, words: list[str]) -> None:
+    os.mkfifo(tmp_path / "x.yaml")
+    code, _, err = cli(*words)
+    assert (code, "is a pipe" in err) == (2, True), err
+
+
 def test_results_do_not_go_through_a_link_that_leads_nowhere(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     code, _, err = cli(*sweep("measure=false", "out=loop/store", "workload.seed=1"))
