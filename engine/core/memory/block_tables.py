@@ -423,11 +423,11 @@ class BlockTables:
 
     def truncate(self, sequence: SequenceState, tokens: int) -> None:
         """Keep the first `tokens` computed tokens, as many as `kept` said. Later blocks are dropped, later slots become
-        void. With drafts past the end the blocks stay, for the next drafts.
+        void. With drafts past the end the blocks stay, for the next drafts, unless a full one of the cache is cut.
         """
         table, size, computed = self.get(sequence), self.block_size, sequence.computed
         speculation = sequence.request.speculation
-        if speculation is not None and speculation.whole:
+        if speculation is not None and speculation.whole and tokens >= sequence.cached_blocks * size:
             self._void(table, tokens, computed)
             return
         keep = self.blocks_of(tokens)

@@ -10,9 +10,9 @@ from engine.core.memory.block_pool import BlockPool, BlocksStored, CacheEvent
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import RecentHits
-from engine.core.options import Decoding, SchedulerLimits
+from engine.core.options import Decoding, SchedulerLimits, SpeculationMode
 from engine.core.plan import StepPlan, StepResult
-from engine.core.request import Request
+from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
 
@@ -50,6 +50,19 @@ def test_a_block_that_a_steady_branch_fills_is_hit_in_the_same_step() -> None:
 def test_nothing_is_fast_forwarded_while_outputs_are_shared() -> None:
     scheduler, _ = after_two_steps()
     assert scheduler.schedule(max_steps=8).num_steps == 1
+
+
+def test_what_is_cut_from_a_prompt_with_drafts_past_its_end_leaves_the_cache() -> None:
+    manager = PagedManager(16, 4)
+    scheduler = Scheduler(manager, SchedulerLimits(9, 4))
+    drafts = Speculation(3, SpeculationMode.whole)
+    scheduler.submit(Request(0, 12, 8, identity=TokenIdentity(0, np.arange(12)), speculation=drafts))
+    scheduler.commit(scheduler.schedule(), StepResult())
+    (sequence,) = scheduler.running[0].sequences
+    assert (sequence.computed, sequence.cached_blocks) == (8, 2)
+    assert manager.truncate(sequence, 6) == 6
+    manager.check()
+    assert len(manager.lookup(Group(Request(1, 12, 2, identity=TokenIdentity(1, np.arange(12)))))) == 1
 
 
 def test_an_admission_without_a_lookup_caches_blocks_for_others() -> None:
