@@ -12,12 +12,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
-from tiers import tier
+from tiers import NIGHT_SEED, tier
 
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.options import Scheduling
@@ -49,7 +48,7 @@ RECORDED = (0, 4, 7, 10, 13, 28, 33, 39)
 """Seeds of the recorded workloads."""
 
 FAMILIES = ("plain", "drafts", "samples", "ahead")
-FIRST_SEED = tier(1000, 1000 * int(os.environ.get("PAGETWIN_SEED", datetime.now(UTC).toordinal())))
+FIRST_SEED = tier(1000, 1000 * NIGHT_SEED)
 """Of the workloads that are compared live: by night the date's."""
 
 PYTHON = os.environ.get("PAGETWIN_VLLM")

@@ -1,18 +1,26 @@
 """The two tiers of the tests: what a day's run shows, and what is left to the night (`PAGETWIN_NIGHTLY=1`)."""
 
 import os
+import random
 from collections.abc import Iterable
+from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 import pytest
 
 NIGHT = os.environ.get("PAGETWIN_NIGHTLY") == "1"
+NIGHT_SEED = int(os.environ.get("PAGETWIN_SEED", datetime.now(UTC).toordinal()))
 T = TypeVar("T")
 
 
 def tier(day: T, night: T) -> T:
     """The value of this run's tier: a number of examples, of seeds, of operations."""
     return night if NIGHT else day
+
+
+def nights_share(values: Iterable[T], count: int) -> list[T]:
+    """`count` of the values, others every night: for a grid that would take an hour. PAGETWIN_SEED brings one back."""
+    return random.Random(NIGHT_SEED).sample(list(values), count)
 
 
 def cases(

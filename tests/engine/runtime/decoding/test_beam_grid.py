@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from tiers import cases
+from tiers import cases, nights_share
 
 from engine.core.options import SchedulerLimits
 
@@ -133,12 +133,11 @@ def test_one_end_token_looks_at_twice_as_many_candidates(model_of, ends_of):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("block_size", [1, 8, 16])
-@pytest.mark.parametrize("stopping", STOPPING)
-@pytest.mark.parametrize("penalty", PENALTIES)
-@pytest.mark.parametrize("width", [2, 3, 4, 5, 6, 7, 8])
-def test_the_whole_grid(family, block_size, stopping, penalty, width, model_of, ends_of):
+@pytest.mark.parametrize(
+    ("family", "block_size", "stopping", "penalty", "width"),
+    nights_share(itertools.product(["llama", "gpt2"], [1, 8, 16], STOPPING, PENALTIES, range(2, 9)), 40),
+)
+def test_the_grid(family, block_size, stopping, penalty, width, model_of, ends_of):
     for size, ends in itertools.product((7, 16, 33), (ends_of(family), ends_of(family)[:1], [])):
         assert_same(model_of(family), (size, width, penalty, stopping), ends, block_size)
 
