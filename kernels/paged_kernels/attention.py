@@ -20,6 +20,7 @@ import torch
 
 from paged_kernels import checks, reference
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
+from paged_kernels.cascade_groups import each_query
 from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
 from paged_kernels.native import attention as native
 from paged_kernels.scoring import Scoring
@@ -224,12 +225,14 @@ def paged_attention_prefill(
     `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
     and its speed are not known; it refuses other devices, and what it does not serve, by name.
     """
-    widest = max_seqlen_q
-    if not widest:
-        widest = max(1, int(cu_seqlens_q.diff().max()) if checks.can_read_values(cu_seqlens_q) else len(q))
+    widest = max_seqlen_q or _most_queries(q, cu_seqlens_q)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
     return _dispatch(batch, scoring, out, lse, workspace, backend, None, prefill_kernel, validate=validate)
+
+
+def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
+    return max(1, int(bounds.diff().max()) if checks.can_read_values(bounds) else len(q))
 
 
 def _dispatch(
@@ -295,6 +298,8 @@ def cascade_attention_decode(
     suffix_block_table: torch.Tensor,
     suffix_lens: torch.Tensor,
     group_ids: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
     *,
     scale: float,
     window: int = 0,
@@ -309,49 +314,55 @@ def cascade_attention_decode(
     backend: str = "auto",
     validate: bool = True,
 ) -> torch.Tensor:
-    """One query per row, q `[rows, heads, dk]`: row i sees its group's prefix and then its own suffix.
+    """One query per row, q `[rows, heads, dk]`, or a few: row i sees its group's prefix and then its own suffix.
 
     `shared_block_table` `[groups, blocks]` and `prefix_lens` `[groups]` (tokens) hold what each group shares.
     `suffix_block_table` `[rows, blocks]` and `suffix_lens` `[rows]` hold each row's own keys, the query's token
-    included. `group_ids` `[rows]` gives each row's group, -1 for none; None means one group of all rows. The result
-    equals `paged_attention_decode` over prefix and suffix as one sequence. `find_cascade_groups` decides whether a
-    cascade is faster. Fills, checks and raises as `paged_attention_decode`.
+    included. `group_ids` `[rows]` gives each row's group, -1 for none; None means one group of all rows. With
+    `cu_seqlens_q` and `max_seqlen_q`, as in `paged_attention_prefill`, row i has several queries, the last tokens of
+    its suffix; what belongs to no row is undefined. The result equals attention over prefix and suffix as one sequence.
+    `find_cascade_groups` decides whether a cascade is faster. Fills, checks and raises as `paged_attention_decode`.
     """
-    rows = q.shape[0]
+    rows, bounds, most = len(suffix_lens), cu_seqlens_q, 1
     if group_ids is None:
         group_ids = torch.zeros(rows, dtype=torch.int32, device=q.device)
+    if bounds is None:
+        bounds = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    else:
+        most = max_seqlen_q or _most_queries(q, bounds)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
-    bounds = torch.arange(rows + 1, dtype=torch.int32, device=q.device)
-    batch = PagedBatch(q, key_cache, value_cache, suffix_block_table, suffix_lens, bounds, 1)
+    batch = PagedBatch(q, key_cache, value_cache, suffix_block_table, suffix_lens, bounds, most)
     check_batch(batch, scoring, validate=validate)
     _check_groups(batch, shared_block_table, prefix_lens, group_ids, validate=validate)
-    out = q.new_empty(rows, q.shape[1], value_cache.shape[3]) if out is None else out
+    out = q.new_empty(*q.shape[:2], value_cache.shape[3]) if out is None else out
     checks.check_outputs(q, value_cache.shape[3], out, lse)
-    shared = (shared_block_table, prefix_lens)
     demand = Demand.of(q, key_cache, value_cache)._replace(options=("cascades",))
     chosen = choose_backend(backend, q.device, demand).backend
-    if chosen == "triton":
-        from paged_kernels.triton import cascade as triton_cascade
+    if rows and chosen == "triton":
+        from paged_kernels.triton.cascade import run_cascade, sort_groups
+        from paged_kernels.triton.decode import Queries
 
-        groups = triton_cascade.sort_groups(*shared, group_ids)
-        triton_cascade.run_cascade(*batch[:3], groups, *batch[3:5], scoring, out, lse, workspace=workspace)
-    elif chosen == "torch_ref":
-        result = reference.cascade_attention(*batch[:3], *shared, *batch[3:5], group_ids, scoring)
-        _copy_result(out, lse, *result)
-    else:
-        scratch = workspace or DEFAULT_WORKSPACE
-        size, width = key_cache.shape[1], token_bytes(key_cache, value_cache)
-        metadata = torch_decode.cascade_metadata(
-            *shared, *batch[3:5], group_ids, block_size=size, token_bytes=width
-        )
-        torch_decode.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
+        queries = None if cu_seqlens_q is None else Queries(bounds, most)
+        groups = sort_groups(shared_block_table, prefix_lens, group_ids, suffix_lens, queries, len(q))
+        given = (*batch[:3], groups, *batch[3:5], scoring, out, lse)
+        run_cascade(*given, queries=queries, workspace=workspace)
+    elif rows:  # each query is a row of its own
+        row, own, ids = each_query(bounds, len(q), suffix_lens, group_ids)
+        divided = (shared_block_table, prefix_lens, suffix_block_table[row], own, ids)
+        if chosen == "torch_ref":
+            _copy_result(out, lse, *reference.cascade_attention(*batch[:3], *divided, scoring))
+        else:
+            size, width = key_cache.shape[1], token_bytes(key_cache, value_cache)
+            metadata = torch_decode.cascade_metadata(*divided, block_size=size, token_bytes=width)
+            scratch = workspace or DEFAULT_WORKSPACE
+            torch_decode.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
     return out
 
 
 def _check_groups(
     batch: PagedBatch, tables: torch.Tensor, lens: torch.Tensor, group_ids: torch.Tensor, *, validate: bool
 ) -> None:
-    rows, groups = len(batch.q), len(tables)
+    rows, groups = len(batch.seq_lens), len(tables)
     if tables.dim() != 2 or lens.shape != (groups,) or group_ids.shape != (rows,):
         raise checks.ShapeError(
             f"shared_block_table {tuple(tables.shape)}, prefix_lens {tuple(lens.shape)} and group_ids "
@@ -365,6 +376,11 @@ def _check_groups(
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
     prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)
     check_batch(prefixes, Scoring(1.0), validate=True)
+    queries = batch.cu_seqlens_q.diff()
+    if bool((queries > batch.seq_lens.clamp(min=1)).any()):
+        raise checks.TableError(
+            f"suffixes of {batch.seq_lens.tolist()} tokens must hold the {queries.tolist()} queries of their rows"
+        )
     if rows and not -1 <= int(group_ids.min()) <= int(group_ids.max()) < groups:
         raise checks.TableError(
             f"group_ids from {int(group_ids.min())} to {int(group_ids.max())}; allowed are -1 (none) to {groups - 1}"

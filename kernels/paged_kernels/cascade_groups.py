@@ -80,14 +80,17 @@ def find_cascade_groups(
     token_bytes: int,
     rows_per_tile: int,
     cost: CascadeCost,
+    queries: IntArray | None = None,
 ) -> CascadeGroups | None:
     """The groups of rows that save most time by `cost`, or None if a flat decode is as fast.
 
     `block_table` is `[rows, blocks]`, `seq_lens` `[rows]`. `token_bytes` are the bytes of one token's K and V in one
-    layer, `rows_per_tile` the sequences that one program packs.
+    layer, `rows_per_tile` the queries that one program packs. A row's last `queries` tokens (None: one each) are never
+    shared: they are what it computes.
     """
-    shareable = np.maximum(seq_lens - 1, 0) // block_size
-    finder = _Finder(block_table, shareable, block_size, token_bytes, rows_per_tile, cost)
+    asking = np.ones_like(seq_lens) if queries is None else queries
+    shareable = np.maximum(seq_lens - asking, 0) // block_size
+    finder = _Finder(block_table, shareable, asking, block_size, token_bytes, rows_per_tile, cost)
     saved, groups = finder.best(np.arange(len(seq_lens)), 0)
     saved -= cost.overhead_s
     if not groups or saved <= 0:
@@ -108,8 +111,23 @@ def find_cascade_groups(
 
 
 def rows_per_tile(group: int, device: torch.device) -> int:
-    """How many sequences read a shared block together: the rows of a program on CUDA, all rows on the torch path."""
+    """How many queries read a shared block together: the rows of a program on CUDA, all rows on the torch path."""
     return max(1, 64 // group) if device.type == "cuda" else 2**30
+
+
+def each_query(
+    bounds: torch.Tensor, count: int, suffix_lens: torch.Tensor, group_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each of `count` queries its row, the keys of its own that it sees, and its group: without waiting for a GPU.
+
+    Row i owns the queries `bounds[i] : bounds[i + 1]`, of which the last sees all `suffix_lens[i]` keys. A query of no
+    row sees none and has group -1.
+    """
+    number = torch.arange(count, dtype=bounds.dtype, device=bounds.device)
+    row = (torch.searchsorted(bounds, number, right=True) - 1).clamp(0, len(suffix_lens) - 1)
+    inside = (number >= bounds[row]) & (number < bounds[row + 1])
+    own = torch.where(inside, suffix_lens[row] - (bounds[row + 1] - 1 - number), 0)
+    return row, own, torch.where(inside, group_ids[row], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +135,8 @@ class _Finder:
     """Walks the tree that the tables form. Its branches are blocks; rows share blocks as far as their tables agree."""
 
     table: IntArray
-    shareable: IntArray  # [rows], full blocks; the row's last token is never shared
+    shareable: IntArray  # [rows], full blocks
+    queries: IntArray  # [rows]
     block_size: int
     token_bytes: int
     rows_per_tile: int
@@ -128,7 +147,7 @@ class _Finder:
         if len(rows) < 2:
             return 0.0, []
         agreed = self._agreed(rows, depth)
-        whole = self._saved(len(rows), agreed)
+        whole = self._saved(rows, agreed)
         longer = rows[self.shareable[rows] > agreed]
         apart = 0.0
         groups: list[tuple[IntArray, int]] = []
@@ -145,6 +164,7 @@ class _Finder:
             return min(depth, most)
         return depth + (len(same) if same.all() else int(same.argmin()))
 
-    def _saved(self, rows: int, blocks: int) -> float:
-        group = RowGroup(rows, blocks * self.block_size * self.token_bytes, -(-rows // self.rows_per_tile))
+    def _saved(self, rows: IntArray, blocks: int) -> float:
+        tiles = -(-int(self.queries[rows].sum()) // self.rows_per_tile)
+        group = RowGroup(len(rows), blocks * self.block_size * self.token_bytes, tiles)
         return self.cost.saved_s(group) if blocks else 0.0

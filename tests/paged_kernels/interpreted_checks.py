@@ -12,6 +12,7 @@ from interpreted_cases import (
     check,
     check_latent,
     cut_short_rows,
+    few_over_shared,
     halves,
     options_of,
     random_batches,
@@ -182,15 +183,20 @@ def test_prefill_of_a_group_that_is_no_power_of_two():
 SHORT = {"prefill_kernel": "auto"}
 UNEVEN = [
     ((300, 90, 0, 1), (5, 3, 0, 1)),
-    ((333, 64, 130), (64, 64, 1)),
+    ((150, 64, 130), (2, 64, 1)),
     ((129, 260), (2, 17)),
     ((70, 0, 200), (7, 2, 33)),
 ]
+GROUPS = [{"heads": 7, "kv_heads": 1}, {"heads": 40, "kv_heads": 1}]
+# every pair of rows and options, of rows and block size, and of options and block size
+SQUARE = [
+    (*rows, options, (1, 8, 48, 128)[(place + other) % 4])
+    for place, rows in enumerate(UNEVEN)
+    for other, options in enumerate([*OPTIONS, *GROUPS])
+]
 
 
-@cases("options", [*OPTIONS, {"heads": 7, "kv_heads": 1}, {"heads": 40, "kv_heads": 1}], day=OPTIONS[-1:])
-@cases(("lengths", "queries"), UNEVEN, day=UNEVEN[:1])
-@cases("block_size", [1, 8, 48, 128], day=(8,))
+@cases(("lengths", "queries", "options", "block_size"), SQUARE, day=SQUARE[4:5])
 def test_a_few_queries_a_row_are_read_in_parts(monkeypatch, lengths, queries, options, block_size):
     cut_short_rows(monkeypatch)
     check(spec_of(lengths, queries, block_size=block_size, **options), **SHORT)
@@ -226,10 +232,15 @@ def test_queries_of_no_row_stay_as_they_are():
     assert (out[8:] == 7.0).all()
 
 
-@cases("widths", LATENT_WIDTHS, day=LATENT_WIDTHS[:1])
-@cases("heads", [1, 4, 20], day=(20,))
+LATENT = [
+    (widths, heads, [(1, 1), (5, 2), (33, 1)][(place + other) % 3])
+    for place, widths in enumerate(LATENT_WIDTHS)
+    for other, heads in enumerate((1, 20, 4))
+]
+
+
+@cases(("widths", "heads", "queries"), LATENT, day=LATENT[1:2])
 @cases("window", [0, 50], day=(50,))
-@cases("queries", [(1, 1), (5, 2), (33, 1)], day=((5, 2),))
 def test_latent_vectors_are_keys_and_values(monkeypatch, widths, heads, window, queries):
     cut_short_rows(monkeypatch)
     check_latent((300, 133), queries, heads, widths, window=window)
@@ -259,13 +270,30 @@ def test_a_cascade_equals_the_whole(options):
     assert torch.allclose(lse.double(), sums, atol=1e-5)
 
 
-def test_groups_of_a_cascade_may_stand_in_any_order():
-    case = build_case(spec_of((60, 30, 70, 20, 40), block_size=4, heads=2, kv_heads=1))
+FEW = [((97, 160, 120), (1, 9, 3)), ((300, 112, 99), (17, 2, 3))]
+SHARING = [{}, OPTIONS[2], OPTIONS[3], {"kv_dtype": E5M2}, GROUPS[0], {"dtype": BF16, "kv_dtype": E4M3}]
+
+
+@cases(("lengths", "queries"), FEW, day=FEW[:1])
+@cases("options", SHARING, day=OPTIONS[2:3])
+def test_a_cascade_of_a_few_queries_a_row_equals_the_whole(monkeypatch, lengths, queries, options):
+    cut_short_rows(monkeypatch)
+    case = build_case(spec_of(lengths, queries, shared_tokens=96, block_size=16, **options))
+    lse, exact = torch.empty(case.q.shape[:2]), exact_attention(case)
+    found = few_over_shared(case, 96, lse=lse)
+    assert relative_error(found, exact[0]) < TOLERANCE[case.q.dtype]
+    assert torch.allclose(lse.double(), exact[1], atol=1e-5 if case.q.dtype == FP32 else 2e-2)
+
+
+@cases("queries", [(), (3, 1, 5, 20, 2), (64, 2, 0, 1, 1)], day=2)
+def test_groups_of_a_cascade_may_stand_in_any_order(queries):
+    case = build_case(spec_of((64, 30, 70, 20, 40), queries, block_size=4, heads=2, kv_heads=1))
     ids = torch.tensor([1, -1, 0, 1, 0])
     shared, lens = case.block_table[[2, 0], :4].contiguous(), torch.tensor([16, 12], dtype=torch.int32)
     inputs = (case.q, case.key_cache, case.value_cache, shared, lens, case.block_table, case.seq_lens, ids)
+    several = {"cu_seqlens_q": case.cu_seqlens_q} if queries else {}
     found, exact = (
-        cascade_attention_decode(*inputs, **options_of(case), backend=name)
+        cascade_attention_decode(*inputs, **several, **options_of(case), backend=name)
         for name in ("triton", "torch_ref")
     )
     assert relative_error(found, exact.double()) < TOLERANCE[FP32]

@@ -11,7 +11,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from interpreted_cases import attend, check, cut_short_rows, halves, options_of, spec_of
+from interpreted_cases import (
+    attend,
+    check,
+    cut_short_rows,
+    few_over_shared,
+    halves,
+    latent_case,
+    options_of,
+    spec_of,
+)
 from tiers import cases
 
 from paged_kernels import (
@@ -24,7 +33,7 @@ from paged_kernels import (
 from paged_kernels.launch_policy import Room
 from paged_kernels.memory import Workspace, storable
 from paged_kernels.providers.case import TOLERANCE, build_case, contiguous_kv, exact_attention, relative_error
-from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
+from paged_kernels.triton.decode import PartsOfStep, Queries, run_contiguous_decode, run_decode
 from paged_kernels.triton.launch import PAIRS
 from paged_kernels.triton.scan import widened
 
@@ -35,10 +44,115 @@ pytestmark = pytest.mark.filterwarnings("error:invalid value")
 
 def strange(value, which, lengths=(300, 40), **options):
     """A case with `value` in one element of one key or value of row 0, and its exact output and LSE."""
-    case = build_case(spec_of(lengths, block_size=16, **options))
+    case = build_case(spec_of(lengths, options.pop("queries", ()), block_size=16, **options))
     cache = case.key_cache if which == "key" else case.value_cache
     cache[case.block_table[0, 7], 5, 0, 3] = value  # token 117, KV head 0
     return case, exact_attention(case)
+
+
+def few(case, **options):
+    """The case by the decode kernel for a few queries a row."""
+    return attend(case, prefill_kernel="auto", **options)
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@cases("value", [float("nan"), float("inf")], day=1)
+@cases("queries", [(5, 2), (33, 1)], day=1)
+def test_a_strange_key_reaches_those_of_a_few_queries_that_see_it(monkeypatch, value, queries):
+    """Token 117 is the fourth of the last five of row 0: the queries before it do not see it."""
+    cut_short_rows(monkeypatch)
+    case, (exact, _) = strange(value, "key", (119, 40), queries=queries)
+    assert exact[: queries[0] - 2].isfinite().all()
+    assert not exact[queries[0] - 2 : queries[0]].isfinite().all()
+    assert_same(few(case), exact)
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@cases("value", [float("nan"), float("inf")], day=1)
+def test_a_strange_value_reaches_those_of_a_few_queries_that_see_it_and_no_other_row(monkeypatch, value):
+    cut_short_rows(monkeypatch)
+    case, (exact, _) = strange(value, "value", (119, 40), queries=(5, 2))
+    found = few(case)
+    assert not found[3:5, :2, 3].isfinite().any()
+    assert_same(found[5:], exact[5:])
+
+
+@np.errstate(invalid="ignore")
+def test_a_read_behind_the_end_of_a_few_queries_would_be_seen(monkeypatch):
+    cut_short_rows(monkeypatch)
+    case = build_case(spec_of((300, 40), (7, 2), block_size=16))
+    assert few(case).isfinite().all()
+    case.seq_lens[0] += 1
+    assert few(case)[6].isnan().all()
+
+
+@cases("queries", [(9,), (64,)], day=1)
+def test_blocks_freed_behind_the_window_of_a_few_queries_are_not_read(queries):
+    case = build_case(spec_of((300,), queries, block_size=16, window=40))
+    right = few(case)
+    freed = case.block_table[0, : (300 - queries[0] - 40) // 16].long()
+    case.key_cache[freed], case.value_cache[freed] = float("nan"), float("nan")
+    assert torch.equal(few(case), right)
+
+
+def test_parts_without_keys_take_no_part_in_a_few_queries():
+    case = build_case(spec_of((20, 65), (3, 2), block_size=8))
+    out = torch.full_like(case.q, float("nan"))
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.scoring, out)
+    run_decode(*inputs, None, 9, queries=Queries(case.cu_seqlens_q, 3))
+    assert relative_error(out, exact_attention(case)[0]) < TOLERANCE[FP32]
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("which", [0, 1])
+@cases("queries", [(), (5, 2)], day=1)
+def test_a_nan_in_a_latent_vector_or_rotary_key_reaches_the_rows_that_see_it(monkeypatch, which, queries):
+    cut_short_rows(monkeypatch)
+    inputs, bounds, (exact, _) = latent_case((119, 40), queries, 4, (32, 8), block_size=16)
+    table, out = inputs[3], inputs[0].new_empty(*exact.shape)
+    inputs[1 + which][table[0, 7], 5, 0, 3] = float("nan")  # token 117 of row 0
+    run_decode(*inputs, out, queries=Queries(bounds, max(queries)) if queries else None, latent=True)
+    seen, other = (slice(3, 5), slice(5, 7)) if queries else (slice(0, 1), slice(1, 2))
+    assert out[seen].isnan().flatten(1).any(1).all()
+    assert relative_error(out[other], exact[other]) < TOLERANCE[FP32]
+
+
+@np.errstate(invalid="ignore", over="ignore")  # here they are meant
+@pytest.mark.parametrize("place", [1, 7])
+def test_nan_reaches_a_few_queries_over_what_they_share(place):
+    """Block 1 is shared by both rows; block 7 is the first row's own, and the last three of its queries see it."""
+    case = build_case(spec_of((117, 100), (5, 3), block_size=16, shared_tokens=64))
+    case.key_cache[case.block_table[0, place], 2] = float("nan")  # token 18 or 114
+    exact, _ = exact_attention(case)
+    for backend in ("triton", "torch"):
+        assert_same(few_over_shared(case, 64, backend=backend), exact)
+
+
+def blocks_far_apart(cache, apart=2**29 + 2**19):
+    """The cache with its blocks `apart` elements from one another, in a sparse file, as `heads_outermost`."""
+    blocks, size, heads, dim = cache.shape
+    with tempfile.NamedTemporaryFile() as file:
+        file.truncate(held := cache.itemsize * (blocks * apart + size * heads * dim))
+        memory = torch.from_file(file.name, shared=True, size=held // cache.itemsize, dtype=cache.dtype)
+    far = memory.as_strided(cache.shape, (apart, heads * dim, dim, 1))
+    return far.copy_(cache)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_blocks_may_lie_further_apart_than_32_bits_count(latent):
+    if latent:
+        (q, *caches, table, lengths, scoring), bounds, (exact, _) = latent_case((40, 9), (5, 2), 4, (32, 8))
+    else:
+        case = build_case(spec_of((40, 9), (5, 2), block_size=8))
+        q, *caches, table, lengths, bounds = (
+            *(case.q, case.key_cache, case.value_cache, case.block_table), case.seq_lens, case.cu_seqlens_q
+        )  # fmt: skip
+        scoring, exact = case.scoring, exact_attention(case)[0]
+    far = [blocks_far_apart(cache) for cache in caches]
+    assert int(table[0, :5].max()) * far[0].stride(0) > 2**31
+    out = q.new_empty(*exact.shape)
+    run_decode(q, *far, table, lengths, scoring, out, queries=Queries(bounds, 5), latent=latent)
+    assert relative_error(out, exact) < TOLERANCE[FP32]
 
 
 def assert_same(found, exact, *, atol=1e-5):

@@ -4,7 +4,13 @@ import random
 
 import torch
 
-from paged_kernels import launch_policy, paged_attention_decode, paged_attention_prefill, reference
+from paged_kernels import (
+    cascade_attention_decode,
+    launch_policy,
+    paged_attention_decode,
+    paged_attention_prefill,
+    reference,
+)
 from paged_kernels.launch_policy import Room
 from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 from paged_kernels.triton import launch
@@ -104,6 +110,15 @@ def check_latent(lengths, queries, heads, widths, *, num_splits=None, **options)
     run_decode(*inputs, out, lse, num_splits, queries=several, latent=True)
     assert relative_error(out, exact) < TOLERANCE[q.dtype]
     assert torch.allclose(lse.double(), sums, atol=1e-5 if q.dtype == FP32 else 2e-2)
+
+
+def few_over_shared(case, shared, *, backend="triton", lse=None):
+    """A cascade over the case's first `shared` tokens, with its queries."""
+    bounds = {"cu_seqlens_q": case.cu_seqlens_q, "max_seqlen_q": int(case.cu_seqlens_q.diff().max())}
+    caches = (case.q, case.key_cache, case.value_cache)
+    return cascade_attention_decode(
+        *caches, *halves(case, shared), **bounds, **options_of(case), backend=backend, lse=lse
+    )
 
 
 def halves(case, shared):

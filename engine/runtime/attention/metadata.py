@@ -7,7 +7,7 @@ The metadata of a step is made once and used by every layer. `TorchMetadata`, `T
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from paged_kernels.torch.prefill import prefill_metadata, run_prefill
 
 if TYPE_CHECKING:
     from paged_kernels.triton.cascade import SharedPrefixes
+    from paged_kernels.triton.decode import Queries
 
 
 class PrefillRow(NamedTuple):
@@ -100,16 +101,29 @@ class SharedStep(NamedTuple):
     lengths: torch.Tensor  # int32 [rows], of the suffixes
 
 
-def share_step(
-    tables: IntArray,
-    lengths: IntArray,
-    block_size: int,
-    *,
-    token_bytes: int,
-    group: int,
-    device: torch.device,
-) -> SharedStep | None:
-    """Split decode rows, tables `[rows, blocks]` and lengths `[rows]`, into shared prefixes and suffixes.
+class KernelRows(NamedTuple):
+    """Rows that a Triton kernel reads, on the host and on the device; of one query each, or of a few."""
+
+    tables: IntArray  # [rows, blocks]
+    lengths: IntArray  # [rows]
+    on_device: tuple[torch.Tensor, torch.Tensor]  # int32, of both
+    counts: IntArray | None = None  # [rows], queries; None: one each, and query i is row i's
+    queries: "Queries | None" = None  # where they lie in the batch
+
+
+def _chunks_on(device: torch.device, rows: Sequence[PrefillRow]) -> KernelRows:
+    """Rows of several queries, which lie one behind the other in the batch."""
+    from paged_kernels.triton.decode import Queries
+
+    lengths = np.array([row.length for row in rows], dtype=np.int64)
+    counts = np.array([row.queries for row in rows], dtype=np.int64)
+    tables = _stacked([row.table for row in rows])
+    queries = Queries(_int32(np.cumsum([0, *counts]), device), int(counts.max(initial=0)))
+    return KernelRows(tables, lengths, (_int32(tables, device), _int32(lengths, device)), counts, queries)
+
+
+def share_step(rows: KernelRows, block_size: int, *, token_bytes: int, group: int) -> SharedStep | None:
+    """Split rows into shared prefixes and suffixes.
 
     Rows share blocks when their prompts have a common prefix, or when they are beams of one request. The groups are
     found on the host and change from step to step: a recorded graph has fixed groups, so it never uses a cascade.
@@ -119,8 +133,10 @@ def share_step(
     from paged_kernels.triton.cascade import sort_groups
     from paged_kernels.triton.decode import MAX_ROWS
 
-    rows = len(lengths)
-    if not 2 <= rows <= MAX_ROWS or len(np.unique(tables[:, 0])) == rows:
+    (tables, lengths, (table, _), counts, queries), count = rows, len(rows.lengths)
+    most, device = queries.most if queries else 1, table.device
+    asked = count if counts is None else int(counts.sum())
+    if not 2 <= count <= MAX_ROWS // most or len(np.unique(tables[:, 0])) == count:
         return None  # rows without a common first block share nothing; this check does not walk the tables
     groups = find_cascade_groups(
         tables,
@@ -129,6 +145,7 @@ def share_step(
         token_bytes=token_bytes,
         rows_per_tile=rows_per_tile(group, device),
         cost=cost_of(device),
+        queries=counts,
     )
     if groups is None:
         return None
@@ -136,16 +153,7 @@ def share_step(
     lens, rest, ids = (
         _int32(each, device) for each in (groups.prefix_lens, groups.suffix_lens, groups.group_ids)
     )
-    return SharedStep(sort_groups(shared, lens, ids), own, rest)
-
-
-class _Chunks(NamedTuple):
-    """Prefill rows on the device: tables, lengths, bounds of their queries, and the most queries of a row."""
-
-    tables: torch.Tensor
-    lengths: torch.Tensor
-    bounds: torch.Tensor
-    queries: int
+    return SharedStep(sort_groups(shared, lens, ids, rest, queries, asked), own, rest)
 
 
 LATENT_WIDTH = 512  # of a latent vector, at most, that the Triton kernel reads
@@ -162,14 +170,10 @@ class LatentRows:
     """Rows that read latent vectors as they are, by Triton. Their queries are the first of the batch."""
 
     def __init__(self, rows: Sequence[PrefillRow], pool: CacheTensors, workspace: Workspace) -> None:
-        from paged_kernels.triton.decode import PartsOfStep, Queries
+        from paged_kernels.triton.decode import PartsOfStep
 
-        device, bounds = pool.device, np.cumsum([0, *(row.queries for row in rows)])
         self._parts, self._workspace = PartsOfStep(), workspace
-        self._tables = _int32(_stacked([row.table for row in rows]), device)
-        self._lengths = _int32(np.array([row.length for row in rows]), device)
-        most = max((row.queries for row in rows), default=0)
-        self._queries = Queries(_int32(bounds, device), most) if most > 1 else None
+        self._rows = _chunks_on(pool.device, rows)
 
     def attend(
         self, q: torch.Tensor, latents: torch.Tensor, rotary: torch.Tensor, scoring: Scoring
@@ -177,10 +181,11 @@ class LatentRows:
         """What q `[queries, heads, rank + rope_dim]` reads, `[heads, queries, rank]`."""
         from paged_kernels.triton.decode import run_decode
 
-        out = q.new_empty(*q.shape[:2], latents.shape[3])
+        out, queries = q.new_empty(*q.shape[:2], latents.shape[3]), self._rows.queries
         run_decode(
-            *(q, latents, rotary, self._tables, self._lengths), scoring, out,
-            queries=self._queries, workspace=self._workspace, parts=self._parts, latent=True,
+            q, latents, rotary, *self._rows.on_device, scoring, out,
+            queries=queries if queries and queries.most > 1 else None,
+            workspace=self._workspace, parts=self._parts, latent=True,
         )  # fmt: skip
         return out.transpose(0, 1)
 
@@ -189,7 +194,7 @@ class TritonMetadata:
     """Attention by Triton: all decode rows in one launch (a cascade takes a few), all prefill rows in another.
 
     Prefill rows of a few queries each (drafts that are verified, ends of chunks) run as decode rows do: their keys are
-    read in parts.
+    read in parts, and those that several of them share are read once.
 
     Tables and lengths are copied to the device once per step. The host knows the lengths, so it decides where one part
     per row is enough. Otherwise the device chooses the number of parts, because every fixed number would be one more
@@ -197,91 +202,73 @@ class TritonMetadata:
     """
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
-        from paged_kernels.triton import cache as triton_cache
-        from paged_kernels.triton import cascade as triton_cascade
-        from paged_kernels.triton import decode as triton_decode
-        from paged_kernels.triton import prefill as triton_prefill
-        from paged_kernels.triton.decode import PartsOfStep, Queries
+        from paged_kernels.triton import cache, cascade, decode, prefill
 
-        self._queries_type = Queries
-        self.store = triton_cache.store
-        self._run_decode, self._run_prefill = triton_decode.run_decode, triton_prefill.run_prefill
-        self._run_cascade = triton_cascade.run_cascade
-        self._layout, self._pool, self._workspace = layout, pool, workspace
-        self._shared: dict[tuple[int, int, int], SharedStep | None] = {}
+        self.store, self._decode, self._cascade, self._prefill = cache.store, decode, cascade, prefill
+        self._block_size, self._workspace = pool.block_size, workspace
+        self._shared: dict[tuple[int, ...], SharedStep | None] = {}
         self._splits: dict[tuple[int, ...], int | None] = {}
-        self._parts = PartsOfStep()
-        self._tables = _int32(_widened(layout.tables), pool.device)
-        self._lengths = _int32(layout.lengths, pool.device)
-        self._chunks = self._chunks_of(layout.prefills)
-        queries = [row.queries for row in layout.prefills]
-        self._queries = queries if max(queries, default=0) <= SHORT_QUERIES else []
+        self._parts = decode.PartsOfStep()
+        tables, lengths = _widened(layout.tables), layout.lengths
+        on_device = _int32(tables, pool.device), _int32(lengths, pool.device)
+        self._singles = KernelRows(tables, lengths, on_device)
+        self._chunks = _chunks_on(pool.device, layout.prefills)
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Run the decode rows, then the prefill rows."""
-        rows = slice(0, len(self._layout.lengths))
-        if rows.stop:
-            self._decode(q[rows], keys, values, scoring, out[rows])
-        if not self._chunks.queries:
-            return
-        if self._queries:  # beside a longer chunk the device is full
-            splits = self._one_part(q, keys, values, scoring.window, chunks=True)
-            given = (q, keys, values, *self._chunks[:2], scoring, out, None, splits)
-            queries = self._queries_type(self._chunks.bounds, self._chunks.queries)
-            self._run_decode(*given, queries=queries, workspace=self._workspace, parts=self._parts)
-        else:
-            self._run_prefill(PagedBatch(q, keys, values, *self._chunks), scoring, out)
+        singles, chunks, queries = len(self._singles.lengths), self._chunks, self._chunks.queries
+        if singles:
+            self._read(self._singles, q[:singles], keys, values, scoring, out[:singles])
+        q, out = q[singles:], out[singles:]
+        if queries and queries.most > SHORT_QUERIES:  # beside a longer chunk the device is full
+            batch = PagedBatch(q, keys, values, *chunks.on_device, *queries)
+            self._prefill.run_prefill(batch, scoring, out)
+        elif len(q):
+            self._read(chunks, q, keys, values, scoring, out)
 
-    def _chunks_of(self, prefills: Sequence[PrefillRow]) -> _Chunks:
-        device = self._pool.device
-        ends = [row.start + row.queries for row in prefills]
-        return _Chunks(
-            _int32(_stacked([row.table for row in prefills]), device),
-            _int32(np.array([row.length for row in prefills]), device),
-            _int32(np.array([len(self._layout.lengths), *ends]), device),
-            max((row.queries for row in prefills), default=0),
-        )
-
-    def _is_cut(self, window: int) -> bool:
-        """Whether a window hides keys of a row: then little of a shared prefix is read, and no cascade is worth it."""
-        return 0 < window < int(self._layout.lengths.max())
-
-    def _decode(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
+    def _read(
+        self,
+        rows: KernelRows,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scoring: Scoring,
+        out: torch.Tensor,
     ) -> None:
-        shared = None if self._is_cut(scoring.window) else self._shared_step(q, keys, values)
-        if shared is not None:
-            arguments = (q, keys, values, *shared, scoring, out)
-            self._run_cascade(*arguments, workspace=self._workspace, parts=self._parts)
-            return
-        splits = self._one_part(q, keys, values, scoring.window)
-        flat = (q, keys, values, self._tables, self._lengths, scoring, out, None, splits)
-        self._run_decode(*flat, workspace=self._workspace, parts=self._parts)
+        """Run the decode kernel, with a cascade where it pays.
 
-    def _shared_step(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> SharedStep | None:
-        """The groups of rows that share blocks, found once for all layers of one shape."""
-        token_bytes = keys[0, 0].nbytes + values[0, 0].nbytes
-        shape = (q.shape[1], keys.shape[2], token_bytes)
-        if shape not in self._shared:
-            rows, size = self._layout[:2], self._pool.block_size
-            group, device = q.shape[1] // keys.shape[2], self._pool.device
-            self._shared[shape] = share_step(*rows, size, token_bytes=token_bytes, group=group, device=device)
-        return self._shared[shape]
+        Where a window hides keys of a row, little of a shared prefix is read, and no cascade is worth it.
+        """
+        hidden = 0 < scoring.window < int(rows.lengths.max())
+        shared = None if hidden else self._shared_step(rows, q, keys, values)
+        common: dict[str, Any] = {"queries": rows.queries, "workspace": self._workspace, "parts": self._parts}
+        if shared is not None:
+            self._cascade.run_cascade(q, keys, values, *shared, scoring, out, **common)
+            return
+        splits = self._one_part(rows, q, keys, values, scoring.window)
+        self._decode.run_decode(q, keys, values, *rows.on_device, scoring, out, None, splits, **common)
+
+    def _shared_step(
+        self, rows: KernelRows, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> SharedStep | None:
+        """What rows share, found once for all layers of one shape."""
+        token_bytes, kv_heads = keys[0, 0].nbytes + values[0, 0].nbytes, keys.shape[2]
+        kind = (q.shape[1], kv_heads, token_bytes, rows is self._chunks)
+        if kind not in self._shared:
+            sizes = {"token_bytes": token_bytes, "group": q.shape[1] // kv_heads}
+            self._shared[kind] = share_step(rows, self._block_size, **sizes)
+        return self._shared[kind]
 
     def _one_part(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int, *, chunks: bool = False
+        self, rows: KernelRows, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int
     ) -> int | None:
         """The parts of each row, found once for all layers of one kind; None: the device lists them."""
-        kind = (q.shape[1], *keys.shape[1:], values.shape[3], window, chunks)
+        kind = (q.shape[1], *keys.shape[1:], values.shape[3], window, rows is self._chunks)
         if kind not in self._splits:
-            from paged_kernels.triton.decode import pick_splits
-
-            lengths, queries = self._layout.lengths, self._queries if chunks else []
-            if chunks:
-                lengths = np.array([row.length for row in self._layout.prefills])
-            self._splits[kind] = pick_splits(lengths, q, keys, values, window, queries)
+            counts = () if rows.counts is None else rows.counts.tolist()
+            self._splits[kind] = self._decode.pick_splits(rows.lengths, q, keys, values, window, counts)
         return self._splits[kind]
 
 

@@ -124,7 +124,7 @@ class Cascade(Everywhere):
         if backend_of(case) == "triton":
             from paged_kernels.triton.cascade import run_cascade, sort_groups
 
-            prefixes = sort_groups(shared, lens, ids)
+            prefixes = sort_groups(shared, lens, ids, lengths)
             arguments = (*caches, prefixes, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
         sizes = {"block_size": case.block_size, "token_bytes": case.token_bytes}

@@ -1,8 +1,9 @@
 """The Triton cascade: attention over the shared prefixes, then over each row's own keys, then one merge of both.
 
-In the prefix kernel a row is (sequence of the cascade group, query head of the KV head's group). So one program reads a
-shared block once for as many sequences as its rows hold. The prefix is cut into parts, and `combine_kernel` merges them
-with the parts of the sequences' own keys.
+In the prefix kernel a row is (query of the cascade group, query head of the KV head's group). So one program reads a
+shared block once for as many queries as its rows hold. The prefix is cut into parts, and `combine_kernel` merges them
+with the parts of the sequences' own keys. A sequence may have several queries, as in `paged_kernels.triton.decode`:
+each of them sees the whole prefix.
 """
 
 # Triton types the arguments of kernels itself, and its decorators have no types.
@@ -15,17 +16,19 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.cascade_groups import each_query
 from paged_kernels.launch_policy import SPLIT_TOKENS
 from paged_kernels.memory import Workspace
 from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
     PartsOfStep,
-    Rows,
+    Queries,
     item_of_program,
     launch_combine,
     launch_decode,
     or_any,
     prepare_launch,
+    shape_of,
 )
 from paged_kernels.triton.launch import (
     capability_of,
@@ -50,7 +53,7 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
     GROUPS_PAD: tl.constexpr, SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr, FOLD: tl.constexpr, PAIRS: tl.constexpr, DOT_F32: tl.constexpr, LOG2E: tl.constexpr,
 ):  # fmt: skip
-    """Part [rows, SPLITS, heads, DV] of one tile of a group's rows; group g owns `order[bounds[g] : bounds[g + 1]]`."""
+    """Part [queries, SPLITS, heads, DV] of one tile of a group's queries: `order[bounds[g] : bounds[g + 1]]`."""
     TOKENS: tl.constexpr = ROWS // GROUP if ROWS > GROUP else 1
     item, kv_head, chunk = item_of_program(KV_HEADS, GROUP, ROWS)
     split = tl.program_id(1)
@@ -95,22 +98,36 @@ def prefix_kernel(  # type: ignore[no-untyped-def]
 
 
 class SharedPrefixes(NamedTuple):
-    """What groups of rows share, on the device. Group g owns rows `order[bounds[g] : bounds[g + 1]]`."""
+    """What groups of queries share, on the device. Group g owns the queries `order[bounds[g] : bounds[g + 1]]`."""
 
     tables: torch.Tensor  # [groups, blocks]
     lens: torch.Tensor  # [groups], tokens
-    order: torch.Tensor  # [rows], rows sorted by group, those without a group first
+    order: torch.Tensor  # [queries], sorted by group, those without a group first
     bounds: torch.Tensor  # [groups + 1]
-    group_ids: torch.Tensor  # [rows], -1: none
+    group_ids: torch.Tensor  # [queries], -1: none
+    own: torch.Tensor  # [queries], keys behind the prefix that a query sees
 
 
-def sort_groups(tables: torch.Tensor, lens: torch.Tensor, group_ids: torch.Tensor) -> SharedPrefixes:
-    """Sort the rows by group, on the device and without waiting for it. Tables and lengths as in `SharedPrefixes`."""
-    ids = group_ids.int()
+def sort_groups(
+    tables: torch.Tensor,
+    lens: torch.Tensor,
+    group_ids: torch.Tensor,
+    suffix_lens: torch.Tensor,
+    queries: Queries | None = None,
+    count: int = 0,
+) -> SharedPrefixes:
+    """Sort the queries by group, on the device and without waiting for it.
+
+    `group_ids` and `suffix_lens` are those of rows. A row has one query, or with `queries` some of all `count`.
+    """
+    ids, own = group_ids, suffix_lens
+    if queries is not None:
+        _, own, ids = each_query(queries.bounds, count, suffix_lens, group_ids)
+    ids = ids.int()
     order = torch.argsort(ids, stable=True)
     groups = torch.arange(len(lens) + 1, dtype=torch.int32, device=ids.device)
     bounds = torch.searchsorted(ids[order], groups, out_int32=True)
-    return SharedPrefixes(tables, lens, order.int(), bounds, ids)
+    return SharedPrefixes(tables, lens, order.int(), bounds, ids, own)
 
 
 def run_cascade(
@@ -124,31 +141,32 @@ def run_cascade(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     *,
+    queries: Queries | None = None,
     workspace: Workspace | None = None,
     path: str = "auto",
     prefix_splits: int | None = None,
     parts: PartsOfStep | None = None,
 ) -> None:
-    """One query per row over its group's prefix and its own suffix, into `out` and `lse` as in `run_decode`."""
-    workspace = workspace or Workspace()
-    inputs = (q, key_cache, value_cache, Rows(suffix_table, suffix_lens, suffix_lens))
-    listed, has_lse = parts or PartsOfStep(), lse is not None
-    launch = prepare_launch(inputs, scoring, None, workspace, path, listed, lse=has_lse)
+    """Each row's query, or `queries`, over its group's prefix and its own suffix, into `out` and `lse` as a decode."""
+    workspace, listed = workspace or Workspace(), parts or PartsOfStep()
+    shape, groups = shape_of(q, key_cache, value_cache), len(shared.lens)
+    rows = listed.rows(shape, queries, suffix_table, suffix_lens)
+    inputs = (q, key_cache, value_cache, rows)
+    launch = prepare_launch(inputs, scoring, None, workspace, path, listed, lse=lse is not None)
     sums = suffix_lens if lse is None else lse
-    config = prefix_config(launch.shape, len(q), capability_of(q.device))
-    tiles = triton.cdiv(len(q), tokens_of(launch.shape, config)) + len(shared.lens) - 1
+    config = prefix_config(shape, len(q), capability_of(q.device))
+    tiles = triton.cdiv(len(q), tokens_of(shape, config)) + groups - 1
     splits = prefix_splits or pick_prefix_splits(
-        tiles * launch.shape.kv_heads, shared.tables.shape[1] * launch.shape.block_size, q.device
+        tiles * shape.kv_heads, shared.tables.shape[1] * shape.block_size, q.device
     )
     pieces = q.shape[0] * splits * q.shape[1]
-    part = workspace.take("prefix_parts", pieces * launch.shape.dv, q, torch.float32)
+    part = workspace.take("prefix_parts", pieces * shape.dv, q, torch.float32)
     part_lse = workspace.take("prefix_part_lse", pieces, q, torch.float32)
-    shape, groups = launch.shape, len(shared.lens)
     caches = [shape.as_read(cache) for cache in (key_cache, value_cache)]
     constants = prefix_constants(shape, config, launch.features, groups=groups, splits=splits, path=path)
     prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
         q, *caches, shared.tables, shared.bounds, shared.order, shared.lens,
-        suffix_lens, or_any(scoring.alibi, q), part, part_lse,
+        shared.own, or_any(scoring.alibi, q), part, part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, groups,
         q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
         shared.tables.stride(0), **constants, num_warps=config.warps, num_stages=config.stages,

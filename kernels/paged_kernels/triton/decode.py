@@ -203,8 +203,13 @@ class PartsOfStep:
         self._made: dict[tuple[int, int, int, Room], Parts] = {}
         self._cut: dict[tuple[int, int], Rows] = {}
 
-    def cut(self, queries: Queries, table: torch.Tensor, lengths: torch.Tensor, tokens: int) -> Rows:
-        """The rows that sequences are cut into, see `cut_rows`."""
+    def rows(
+        self, shape: AttentionShape, queries: Queries | None, table: torch.Tensor, lengths: torch.Tensor
+    ) -> Rows:
+        """The rows of a decode: one query each, or what sequences with `queries` are cut into, see `cut_rows`."""
+        if queries is None:
+            return Rows(table, lengths, lengths)
+        tokens = tokens_of(shape, decode_config(shape, queries.most, capability_of(table.device)))
         key = (lengths.data_ptr(), tokens)
         if key not in self._cut:
             self._cut[key] = cut_rows(queries, table, lengths, tokens)
@@ -469,11 +474,8 @@ def run_decode(
     share `parts` list them once. The last stride of each tensor must be 1; the others are free. `lse` is float32 and
     contiguous.
     """
-    listed, rows = parts or PartsOfStep(), Rows(block_table, seq_lens, seq_lens)
-    if queries is not None:
-        shape = shape_of(q, key_cache, value_cache, latent=latent)
-        tokens = tokens_of(shape, decode_config(shape, queries.most, capability_of(q.device)))
-        rows = listed.cut(queries, block_table, seq_lens, tokens)
+    listed, shape = parts or PartsOfStep(), shape_of(q, key_cache, value_cache, latent=latent)
+    rows = listed.rows(shape, queries, block_table, seq_lens)
     for first in range(0, len(rows.lengths), MAX_ROWS):
         some = rows.some(first)
         mine = slice(None) if queries else slice(first, first + MAX_ROWS)

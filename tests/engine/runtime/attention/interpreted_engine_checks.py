@@ -157,6 +157,31 @@ def serve_staggered(prompts, backend):
 
 
 @pytest.mark.nightly
+def test_drafts_are_verified_over_what_they_share_and_tokens_stay(cascades, monkeypatch):
+    """The model drafts for itself, so that all drafts are accepted."""
+    price(monkeypatch, ALWAYS)
+
+    def tokens(backend):
+        llm = LLM(
+            model(),
+            draft=model(),
+            draft_tokens=3,
+            backend=backend,
+            pool_tokens=480,
+            block_size=4,
+            audit="full",
+        )
+        llm.generate([PREFIX], SamplingParams(max_tokens=1, temperature=0))
+        cascades.clear()
+        done = llm.generate(SHARED, SamplingParams(max_tokens=4, temperature=0))
+        return [answer.outputs[0].token_ids for answer in done]
+
+    found = tokens("triton")
+    assert {queries for queries, _ in cascades} >= {4, 16}  # passes of the draft model, and the verification
+    assert found == tokens("torch")
+
+
+@pytest.mark.nightly
 def test_beams_read_what_they_share_once_and_stay_what_they_are(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     prompts = [[*PREFIX, 20], [7, 8, 9, 10, 11, 12]]
@@ -185,18 +210,48 @@ def short_chunks(monkeypatch, lengths, queries, **options):
     """Chunks of a few queries through the engine's metadata: output, and that of float64."""
     cut_short_rows(monkeypatch)
     case = build_case(spec_of(lengths, queries, **options))
-    starts = np.cumsum([0, *queries])
-    rows = zip(case.block_table.numpy().astype(np.int64), starts, queries, lengths, strict=False)
+    return read_by_engine(case), exact_attention(case)[0]
+
+
+def pool_of(block_size):
+    return SimpleNamespace(block_size=block_size, device=torch.device("cpu"))
+
+
+def read_by_engine(case):
+    """The rows of a case as the engine's metadata reads them; its rows of one query come first."""
+    bounds, queries = case.cu_seqlens_q.tolist(), case.cu_seqlens_q.diff().tolist()
+    tables, single = case.block_table.numpy().astype(np.int64), queries.count(1)
     chunks = [
-        kernels.PrefillRow(table[: -(-length // case.block_size)], int(start), count, length)
-        for table, start, count, length in rows
+        kernels.PrefillRow(table[: -(-length // case.block_size)], start, count, length)
+        for table, start, count, length in zip(tables, bounds, queries, case.lengths, strict=False)
     ]
-    layout = kernels.StepLayout(np.zeros((0, 1), dtype=np.int64), np.zeros(0, dtype=np.int64), chunks)
-    pool = SimpleNamespace(block_size=case.block_size, device=case.device)
+    layout = kernels.StepLayout(
+        np.where(tables[:single] < len(case.key_cache), tables[:single], 0),
+        np.array(case.lengths[:single], dtype=np.int64),
+        chunks[single:],
+    )
     out = case.q.new_full((*case.q.shape[:2], case.value_cache.shape[3]), float("nan"))
-    step = kernels.TritonMetadata(layout, pool, Workspace())
+    step = kernels.TritonMetadata(layout, pool_of(case.block_size), Workspace())
     step.attend(case.q, case.key_cache, case.value_cache, case.scoring, out)
-    return out, exact_attention(case)[0]
+    return out
+
+
+@cases(
+    ("lengths", "queries"),
+    [((150, 135, 190), (3, 7, 2)), ((131, 170, 150, 139), (1, 1, 4, 9)), ((140, 150, 193), (1, 1, 64))],
+    day=(((131, 170, 150, 139), (1, 1, 4, 9)),),
+)
+@cases("options", [{"softcap": 2.0, "sinks": True}, {"alibi": True}], day=1)
+def test_chunks_and_single_queries_read_what_they_share_once(
+    cascades, monkeypatch, lengths, queries, options
+):
+    price(monkeypatch, ALWAYS)
+    cut_short_rows(monkeypatch)
+    case = build_case(spec_of(lengths, queries, block_size=16, shared_tokens=128, **options))
+    assert relative_error(read_by_engine(case), exact_attention(case)[0]) < TOLERANCE[torch.float32]
+    several = [count for count in queries if count > 1]
+    expected = [(queries.count(1), 1)] if queries.count(1) > 1 else []
+    assert cascades == expected + ([(sum(several), 1)] if len(several) > 1 else [])
 
 
 @cases(
@@ -244,33 +299,19 @@ def test_latent_vectors_are_decoded_by_the_kernel_with_the_tokens_of_generate(fa
     assert set(ran) == {True, False}  # single queries, and those of short chunks
 
 
-def test_a_window_that_hides_the_prefix_keeps_the_batch_flat():
-    class Asked(kernels.TritonMetadata):
-        """Notes whether the rows of a step were asked for what they share, and launches nothing."""
-
-        def __init__(self):
-            self._layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
-            self._workspace = self._parts = None
-            self.asked = False
-
-        def _shared_step(self, *inputs):
-            self.asked = True
-            return ()
-
-        def _run_cascade(self, *inputs, **options):
-            pass
-
-        def _one_part(self, *kind):
-            return 1
-
-        _tables = _lengths = None
-        _run_decode = _run_cascade
+def test_a_window_that_hides_the_prefix_keeps_the_batch_flat(monkeypatch):
+    asked = []
+    monkeypatch.setattr(kernels, "share_step", lambda *rows, **sizes: asked.append(rows))
+    monkeypatch.setattr(triton_decode, "run_decode", lambda *inputs, **options: None)
+    layout = kernels.StepLayout(np.ones((2, 1), dtype=np.int64), np.array([9, 20]), [])
+    q = torch.zeros(2, 1, 16)
+    keys = torch.zeros(2, 32, 1, 16)
 
     def is_cut(window):
-        metadata = Asked()
-        keys = torch.zeros(1, 1, 1, 1)
-        metadata._decode(keys, keys, keys, Scoring(1.0, window), keys)
-        return not metadata.asked
+        asked.clear()
+        step = kernels.TritonMetadata(layout, pool_of(block_size=32), Workspace())
+        step.attend(q, keys, keys, Scoring(1.0, window), q)
+        return not asked
 
     assert [is_cut(window) for window in (0, 8, 19, 20, 64)] == [False, True, True, False, False]
 
