@@ -2,7 +2,6 @@
 that has PageTwin; everything else is imported when `--gate` is given.
 """
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +42,16 @@ def _of_gate(request: pytest.FixtureRequest, method: str) -> Any:
     gate = request.config.pluginmanager.get_plugin(PLUGIN)
     if gate is None:
         pytest.skip("runs with pytest --gate alone")
-    return partial(getattr(gate, method), request.node.name)
+
+    def ask(*arguments: Any, **options: Any) -> Any:
+        from harness.config.errors import UserError
+
+        try:
+            return getattr(gate, method)(request.node.name, *arguments, **options)
+        except UserError as error:
+            pytest.fail(str(error), pytrace=False)
+
+    return ask
 
 
 @pytest.fixture

@@ -172,6 +172,8 @@ def read_baseline(
     """
     if not file.exists():
         return None
+    if not file.is_file():  # reading a pipe may never end
+        raise UserError(f"{file} is no file; {remedy}")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         found = Baseline(**content)

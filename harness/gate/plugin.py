@@ -91,6 +91,7 @@ class Gate:
         self._keep(LATENCY, case, {"module": function.__module__, "function": path, "sources": today})
         accepted = self._accepted(LATENCY, case)
         if accepted is None or self._update:
+            function(*arguments)  # one that raises is never accepted
             self._end(LATENCY, self._new(LATENCY, case))
             return
         if self._only_changed and accepted["sources"] == today:
@@ -112,7 +113,7 @@ class Gate:
         test: str,
         kernel: Any,
         *,
-        signature: Mapping[str, str],
+        signature: Mapping[str, str] | None = None,
         constants: Mapping[str, Any] | None = None,
         aligned: Sequence[str] = (),
         num_warps: int = 4,
@@ -125,7 +126,7 @@ class Gate:
         Args:
             test: the name of the test, which the fixture gives.
             kernel: a function with `triton.jit`.
-            signature: the type of every argument in order, as `"*fp16"`, `"i32"`; of a constant `"constexpr"`.
+            signature: the type of every argument by name, as `"*fp16"`, `"i32"`; of a constant `"constexpr"`.
             constants: the constants by name.
             aligned: arguments that are multiples of 16, which makes wide loads possible.
             num_warps: as in a launch, like `num_stages`.
@@ -137,19 +138,30 @@ class Gate:
             The resources by capability (`harness.gate.resource.Resources`), for checks of your own.
 
         Raises:
-            UserError: Triton runs in its interpreter, or a capability is not known.
+            UserError: Triton runs in its interpreter, this is no kernel, an argument has no type, or a capability is
+                not known.
         """
+        from triton import JITFunction
+
         from harness.gate import resource
         from paged_kernels.triton.configurations import ARCHITECTURES, KernelConfiguration
 
         if os.environ.get("TRITON_INTERPRET") == "1":
             raise UserError("the gate compiles kernels; unset TRITON_INTERPRET")
+        if not isinstance(kernel, JITFunction):
+            raise UserError(f"kernel_resources: {kernel!r} is no kernel; give it a function with @triton.jit")
+        types = dict(signature or {})
+        if wrong := sorted(set(kernel.arg_names) ^ set(types)):
+            names = ", ".join(kernel.arg_names)
+            raise UserError(
+                f"signature: {', '.join(wrong)}: it must have a type for each of {names}, and no other"
+            )
         if unknown := sorted(set(capabilities) - set(ARCHITECTURES)):
             raise UserError(
                 f"capabilities: {unknown} are not known; allowed are {', '.join(map(str, ARCHITECTURES))}"
             )
         configuration = KernelConfiguration(
-            name or test, kernel, dict(signature), dict(constants or {}), frozenset(aligned), num_warps, num_stages,
+            name or test, kernel, types, dict(constants or {}), frozenset(aligned), num_warps, num_stages,
             capabilities=tuple(capabilities),
         )  # fmt: skip
         more = default_settings().resource.more_instructions
@@ -163,8 +175,8 @@ class Gate:
             now = found[capability] = resource.Resources(**values)
             self._keep(RESOURCE, case, values)
             accepted = self._accepted(RESOURCE, case)
-            if wrong := "; ".join(resource.broken(capability, now)):
-                findings.append(Finding(case, GateVerdict.regressed, wrong))
+            if broken := "; ".join(resource.broken(capability, now)):
+                findings.append(Finding(case, GateVerdict.regressed, broken))
             elif accepted is None or self._update:
                 findings.append(self._new(RESOURCE, case))
             else:
@@ -269,8 +281,9 @@ def _triton() -> str:
 def _sources(function: Function, packages: Sequence[str]) -> tuple[dict[str, str], str]:
     """The sources of a function's file and of packages by module, and the function's name in its file."""
     plain = inspect.unwrap(function)
-    file, path = inspect.getsourcefile(plain), getattr(plain, "__qualname__", "")
-    if file is None or not path or "<" in path:
+    path = getattr(plain, "__qualname__", "<")
+    file = inspect.getsourcefile(plain) if inspect.isfunction(plain) and "<" not in path else None
+    if file is None:
         raise UserError(
             f"gated: {function!r} is no function of a module's top level, so its accepted version cannot be loaded"
         )

@@ -1,5 +1,6 @@
 """What the gate says and returns: coverage, baselines, records, Markdown, exit codes."""
 
+import os
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -110,6 +111,12 @@ def test_a_baseline_comes_back_as_it_was_written(tmp_path: Path) -> None:
 def test_a_file_that_is_no_baseline_is_refused_by_name(tmp_path: Path, text: str) -> None:
     (tmp_path / "latency.json").write_text(text)
     with pytest.raises(UserError, match=r"latency\.json is no baseline"):
+        read_baseline(tmp_path / "latency.json", "latency")
+
+
+def test_a_pipe_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "latency.json")
+    with pytest.raises(UserError, match=r"latency\.json is no file"):
         read_baseline(tmp_path / "latency.json", "latency")
 
 

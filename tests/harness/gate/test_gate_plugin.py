@@ -115,6 +115,35 @@ def test_a_function_that_is_no_part_of_a_file_is_refused(pytester):
     result.stdout.fnmatch_lines(["*no function of a module's top level*"])
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ("gated(None)", "gated: None is no function of a module's top level"),
+        ("gated(len, 'abc')", "gated: <built-in function len> is no function"),
+        ("kernel_resources(3)", "kernel_resources: 3 is no kernel"),
+        (
+            "kernel_resources(scale, signature={'x': '*fp32'})",
+            "signature: count: it must have a type for each of x",
+        ),
+    ],
+)
+def test_what_is_no_function_or_kernel_is_refused_in_a_sentence(pytester, call, said):
+    kernel = "import triton\n@triton.jit\ndef scale(x, count):\n    pass\n"
+    pytester.makepyfile(test_mine=f"{kernel}def test_work(gated, kernel_resources):\n    {call}\n")
+    result = run(pytester, "--gate")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines([f"*{said.replace('[', '[[]')}*"])
+    assert "Traceback" not in result.stdout.str()
+    assert "plugin.py" not in result.stdout.str()
+
+
+def test_a_function_that_raises_is_never_accepted(pytester):
+    pytester.makepyfile(mine="def work(count):\n    raise ValueError(count)\n", test_mine=TEST)
+    result = run(pytester, "--gate-update", "--gate-reason", "first")
+    result.assert_outcomes(failed=1)
+    assert not (pytester.path / "gate-baselines").exists()
+
+
 def test_the_answer_is_appended_for_a_page_of_github(accepted, monkeypatch, tmp_path):
     slower_by(monkeypatch, 0.0)
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "page.md"))
