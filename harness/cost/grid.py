@@ -20,6 +20,7 @@ import numpy as np
 from harness.cost.fitted import held_out_error
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount
+from harness.replay.features import AT
 
 DECODE_AXES = ("rows", "KV slots a row")
 PREFILL_AXES = ("chunk", "context")
@@ -30,6 +31,30 @@ GridPoint = tuple[float, float, float]  # place on the first axis, place on the 
 Key = TypeVar("Key")
 _NODES_PER_OCTAVE = 4
 _INWARDS = 1 - 1e-9  # moves nodes on the rim inside, since rounding could put them outside
+
+
+SHORT_QUERIES = (
+    64  # of a chunk, whose keys are read in parts as those of decode rows (`paged_kernels.attention`)
+)
+
+
+def short_as_decodes(
+    features: Sequence[Amount], decode: Callable[[Amount, Amount], Amount], least: Amount, otherwise: Amount
+) -> Amount:
+    """Seconds of the attention of a step's chunks, of which short ones (drafts that are verified, tails) are decodes.
+
+    Kernels split the keys of a few queries over the device, as those of one, while a timed prefill lets one program
+    read them all. So chunks of at most SHORT_QUERIES queries, by their mean, take what `decode(rows, KV slots a row)`
+    says of as many rows, and no less than `least`; others, and those that it does not know, take `otherwise`.
+    """
+    chunks, tokens = features[AT.prefill_rows], features[AT.prefill_tokens]
+    short = (tokens <= SHORT_QUERIES * chunks) & (chunks > 0)
+    if not np.any(short):
+        return otherwise
+    rows = np.maximum(chunks, 1)
+    read = np.maximum(decode(rows, features[AT.prefill_kv] / rows), least)
+    found: FloatArray = np.where(short & ~np.isnan(read), read, otherwise)
+    return found if isinstance(chunks, np.ndarray) else float(found)
 
 
 class TimedShape(NamedTuple):

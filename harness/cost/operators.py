@@ -365,9 +365,10 @@ _ANY_BLOCK = 16  # the tables have no block size; a grid needs one
 class OperatorCost:
     """Attention from the timed decodes and chunks, dense layers from the timed products, all else from the roofline.
 
-    A step's decode rows have their mean length, and so have its chunks. Shapes outside of the timed ones are priced by
-    the roofline and counted as extrapolated. Dense layers come from the table where every matrix of the model was
-    timed; the others are priced by the roofline.
+    A step's decode rows have their mean length, and so have its chunks. Chunks of a few queries are priced as decodes
+    of as many rows, and no lower than the roofline's products. Shapes outside of the timed ones are priced by the
+    roofline and counted as extrapolated. Dense layers come from the table where every matrix of the model was timed;
+    the others are priced by the roofline.
     """
 
     def __init__(self, roofline: RooflineCost, table: OperatorTable) -> None:
@@ -392,7 +393,7 @@ class OperatorCost:
         parts, fixed = self._roofline.parts(features), self._roofline.attention_fixed
         rows, chunks = features[AT.decode_rows], features[AT.prefill_rows]
         decodes = self._decodes(features, _where(rows, parts.decodes + fixed(rows)))
-        prompts = self._chunks(features, _where(chunks, parts.prompts + fixed(chunks)))
+        prompts = self._chunks(features, parts.prompts, _where(chunks, parts.prompts + fixed(chunks)))
         attention = decodes + prompts
         dense = self._dense(features, parts.dense)
         return Price(self._roofline.total(features, dense, attention), attention)
@@ -403,12 +404,16 @@ class OperatorCost:
             return otherwise
         return _known(rows, self._decode.at(rows, kv / _some(rows)) * self._layers, otherwise)
 
-    def _chunks(self, features: Sequence[Amount], otherwise: Amount) -> Amount:
-        chunks = features[AT.prefill_rows]
-        if self._prefill is None or not np.any(chunks):
-            return otherwise
-        tokens, context = features[AT.prefill_tokens] / _some(chunks), features[AT.prefill_kv] / _some(chunks)
-        return _known(chunks, self._prefill.at(tokens, context) * chunks * self._layers, otherwise)
+    def _chunks(self, features: Sequence[Amount], least: Amount, otherwise: Amount) -> Amount:
+        chunks, found = features[AT.prefill_rows], otherwise
+        if self._prefill is not None and np.any(chunks):
+            tokens, context = (features[at] / _some(chunks) for at in (AT.prefill_tokens, AT.prefill_kv))
+            found = _known(chunks, self._prefill.at(tokens, context) * chunks * self._layers, otherwise)
+
+        def decode(rows: Amount, slots: Amount) -> Amount:
+            return self._decode.at(rows, slots) * self._layers
+
+        return grid.short_as_decodes(features, decode, least, found)
 
     def _dense(self, features: Sequence[Amount], otherwise: Amount) -> Amount:
         if not self._layer_products or self._output is None:

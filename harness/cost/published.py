@@ -30,7 +30,7 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import TableEngine
 from harness.console import install_hint
-from harness.cost.grid import Grid, octaves, tabulated
+from harness.cost.grid import Grid, octaves, short_as_decodes, tabulated
 from harness.cost.model_shape import ModelShape
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import Amount, CostSource, Price
@@ -62,7 +62,8 @@ class PublishedCost:
     * decode rows read `decode_kv / decode_rows` slots each: the mean stands for rows of unequal length;
     * chunks of prompts have `prefill_tokens / prefill_rows` query tokens each, and as many earlier tokens as give the
       step's number of query-key pairs (`prefill_work`), so that one chunk is priced exactly and unequal chunks by their
-      mean length and the sum of their pairs;
+      mean length and the sum of their pairs; those of a few queries take no less than decodes that read as many slots:
+      the tables scale a whole prompt down to its last tokens, which leaves out the reading of the others;
     * a step that mixes both adds the seconds of both, as kernels run one after the other;
     * copied slots and swapped blocks cost what `moves`, the roofline of the same device, says.
 
@@ -109,11 +110,13 @@ class PublishedCost:
         if isinstance(chunks, np.ndarray):
             each = tokens / _some(chunks)
             earlier = np.maximum(work / _some(tokens) - (each + 1) / 2, 0.0)
-            return np.where(chunks == 0, 0.0, self.tables.prefill.at(chunks, each, earlier))
-        if not chunks:
+            found: Amount = np.where(chunks == 0, 0.0, self.tables.prefill.at(chunks, each, earlier))
+        elif not chunks:
             return 0.0
-        mean = tokens / chunks
-        return self.tables.prefill.at(chunks, mean, max(work / tokens - (mean + 1) / 2, 0.0))
+        else:
+            mean = tokens / chunks
+            found = self.tables.prefill.at(chunks, mean, max(work / tokens - (mean + 1) / 2, 0.0))
+        return short_as_decodes(features, self.tables.decode.at, found, found)
 
 
 def _where(condition: Amount, one: Grid, other: Grid | None, place: Amount) -> Amount:

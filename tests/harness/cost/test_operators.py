@@ -1,5 +1,6 @@
 """Timed operators of a GPU as a cost source: the file, the rows that cannot be, and the prices."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ LLAMA_8B = ModelShape(32, 4096, 32, 8, 128, 14336, 128256, 2)
 H200 = DeviceShape("h200", 4.8e12, 989e12, 4e-4, 8e-6, attention_overhead_s=1e-5, row_overhead_s=2e-7)
 HEAD = "device,op,dtype,rows,tokens,context,heads,kv_heads,head_dim,m,n,k,us\n"
 MATRICES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-ROWS, KV, TOKENS, SAMPLED, CHUNKS, CHUNK_TOKENS, CHUNK_KV = [
+ROWS, KV, TOKENS, SAMPLED, CHUNKS, CHUNK_TOKENS, CHUNK_KV, WORK = [
     AT.decode_rows,
     AT.decode_kv,
     AT.tokens,
@@ -25,6 +26,7 @@ ROWS, KV, TOKENS, SAMPLED, CHUNKS, CHUNK_TOKENS, CHUNK_KV = [
     AT.prefill_rows,
     AT.prefill_tokens,
     AT.prefill_kv,
+    AT.prefill_work,
 ]
 
 
@@ -71,6 +73,33 @@ def test_a_timed_chunk_costs_its_time_in_every_layer(tmp_path: Path) -> None:
     features[0, [CHUNKS, CHUNK_TOKENS, CHUNK_KV, TOKENS]] = 1, 256, 1024, 256
     attention = price_table(cost_of(table(tmp_path)), features)[1][0]
     assert attention == pytest.approx(32 * (10 + 4 * 4096 * 256 * 1024 / 450e6) * 1e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize(("rows", "queries"), [(1, 5), (16, 4), (3, 64)])
+def test_a_few_queries_a_row_read_their_keys_as_decodes_do(tmp_path: Path, rows: int, queries: int) -> None:
+    """The timed prefill at 16 tokens, by a kernel that does not split the keys, is no price of drafts."""
+    features = np.zeros((1, len(FEATURES)))
+    features[0, [CHUNKS, CHUNK_TOKENS, CHUNK_KV, TOKENS]] = rows, rows * queries, rows * 4096, rows * queries
+    attention = price_table(cost_of(table(tmp_path)), features)[1][0]
+    assert attention == pytest.approx(32 * decode_us(rows, 4096) * 1e-6, rel=0.01)
+
+
+def test_a_few_queries_are_no_cheaper_than_their_products(tmp_path: Path) -> None:
+    device = replace(H200, flops=H200.flops / 100)
+    cost = OperatorCost(RooflineCost(LLAMA_8B, device), read_operators(str(table(tmp_path)), H200))
+    features = np.zeros((1, len(FEATURES)))
+    features[0, [CHUNKS, CHUNK_TOKENS, CHUNK_KV, TOKENS, WORK]] = 1, 64, 4096, 64, 64 * 4064
+    plain = RooflineCost(LLAMA_8B, device)
+    least = plain.parts(features.T).prompts[0]
+    assert price_table(cost, features)[1][0] == pytest.approx(least, rel=1e-9)
+    assert least > 32 * decode_us(1, 4096) * 1e-6
+
+
+def test_a_chunk_counts_as_short_where_the_decode_kernel_reads_it() -> None:
+    from harness.cost.grid import SHORT_QUERIES
+    from paged_kernels import attention
+
+    assert SHORT_QUERIES == attention.SHORT_QUERIES
 
 
 def test_dense_layers_come_from_the_table_where_every_matrix_was_timed(tmp_path: Path) -> None:

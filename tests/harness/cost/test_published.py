@@ -111,10 +111,19 @@ def test_the_overheads_of_layers_are_the_operators_own(cost: PublishedCost) -> N
     assert cost.price(decode(1, 16)).seconds < 1e-3
 
 
-@pytest.mark.parametrize(("tokens", "earlier"), [(512, 0), (700, 0), (64, 2000), (1, 1000)])
+@pytest.mark.parametrize(("tokens", "earlier"), [(512, 0), (700, 0), (65, 2000), (64, 100)])
 def test_a_chunk_is_priced_with_its_earlier_tokens(cost: PublishedCost, tokens: int, earlier: int) -> None:
     attention = 0.03 + 2e-6 * tokens * earlier
     assert cost.price(chunk(tokens, earlier)).attention_s == pytest.approx(1e-3 * attention, rel=1e-9)
+
+
+@pytest.mark.parametrize(("tokens", "earlier"), [(5, 8000), (2, 1000), (64, 200)])
+def test_a_few_queries_take_no_less_than_a_decode_of_their_slots(
+    cost: PublishedCost, tokens: int, earlier: int
+) -> None:
+    chunks, read = 0.03 + 2e-6 * tokens * earlier, 0.02 + 1e-5 * (tokens + earlier)
+    found = cost.price(chunk(tokens, earlier)).attention_s
+    assert found == pytest.approx(1e-3 * max(chunks, read), rel=1e-9)
 
 
 def test_a_mixed_step_adds_the_attention_of_both_and_the_dense_layers_of_all_tokens(
