@@ -1,11 +1,15 @@
 """First contact with a GPU: each kernel is launched once, on a small case beside float64. About 20 seconds.
 
+Then the engine's own launches: a layer's attention as a step of the engine launches it, beside float64, and on a GPU
+timed by the device's events. The host's work for a launch counts where it is longer.
+
 A child process makes the calls and writes a line before and behind each (`stream.append`). This process watches it. A
 call that gives no answer in its limit, or ends its process, is named, and a new child makes those that are left: after
 an illegal access a process cannot use its GPU any more. Kernels that no GPU has run come last, each in a child of its
 own. After a wrong decode nothing more is called: no other figure would be worth anything.
 
-Without a GPU `TRITON_INTERPRET=1 python -m gpu_acceptance.contact --device cpu --out FILE.jsonl` rehearses it.
+Without a GPU `TRITON_INTERPRET=1 python -m gpu_acceptance.contact --device cpu --out FILE.jsonl` rehearses it, on
+smaller cases and without times.
 """
 
 import argparse
@@ -15,14 +19,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from statistics import median
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
 
 from gpu_acceptance.machine import ROOT, end_group, step_environment
 from gpu_acceptance.stream import append
 from harness.console import say
 
-Call = Callable[[str], float]  # device → error as a share of the tolerance
+if TYPE_CHECKING:
+    import torch
+
+    from paged_kernels.providers.case import Case
+
+
+class Timed(NamedTuple):
+    """What a call found: its error as a share of the tolerance, microseconds (None: not on a GPU), bytes of KV read."""
+
+    error: float
+    us: float | None = None
+    read_bytes: int = 0
+
+
+Call = Callable[[str], "float | Timed"]  # device → error as a share of the tolerance
 
 START_S = 90.0  # until a child has imported torch and reached the device
 WRONG_DECODE = 4  # exit code
@@ -115,6 +137,110 @@ def _merge(device: str) -> float:
     return relative_error(merge_attn_states(*states, backend="triton")[0], exact) / 2e-6
 
 
+@dataclass(frozen=True)
+class Engine:
+    """A step of the engine, on a GPU and, smaller, in the interpreter. Rows of one query come first."""
+
+    lengths: Sequence[int]
+    queries: Sequence[int]
+    shared: int = 0
+    recorded: bool = False  # as a graph replays it
+    window: int = 0
+
+    def __call__(self, device: str) -> Timed:
+        """Attention of one layer, by the metadata of the engine."""
+        import torch
+
+        from engine.runtime.attention import metadata
+        from paged_kernels.providers.case import (
+            TOLERANCE,
+            CaseSpec,
+            build_case,
+            exact_attention,
+            relative_error,
+        )
+        from paged_kernels.providers.ours import ALWAYS
+
+        lengths, queries, shared = tuple(self.lengths), tuple(self.queries), self.shared
+        small: dict[str, Any] = {}
+        if device == "cpu":
+            small = {"heads": 4, "kv_heads": 2, "dk": 16}
+            lengths = tuple(100 + 9 * row + min(count, 70) for row, count in enumerate(queries[-3:]))
+            queries, shared = tuple(min(count, 70) for count in queries[-3:]), min(shared, 64)
+        window = min(self.window, 40) if device == "cpu" else self.window
+        spec = CaseSpec(lengths, queries, shared_tokens=shared, window=window, **small)
+        case = build_case(spec, device=torch.device(device))
+        out = torch.full_like(case.q, float("nan"))
+        priced = patch.object(metadata, "cost_of", lambda device: ALWAYS)
+        with priced if shared else patch.object(metadata, "share_step", lambda *rows, **sizes: None):
+            run = (recorded_step if self.recorded else engine_step)(case, out)
+            run()
+            error = relative_error(out, exact_attention(case)[0]) / TOLERANCE[case.q.dtype]
+            seen = sum(min(length, window or length) for length in lengths) - shared * (len(lengths) - 1)
+            us = _median_us(run) if device != "cpu" else None
+            return Timed(error, us, seen * case.token_bytes)
+
+
+def engine_step(case: "Case", out: "torch.Tensor") -> Callable[[], None]:
+    """A call that attends as a layer of the engine does; the rows of one query are the first of the case."""
+    import numpy as np
+
+    from engine.runtime.attention.metadata import PrefillRow, StepLayout, TritonMetadata
+    from paged_kernels import Workspace
+
+    bounds, queries = case.cu_seqlens_q.tolist(), case.cu_seqlens_q.diff().tolist()
+    tables, single = case.block_table.cpu().numpy().astype(np.int64), queries.count(1)
+    chunks = [
+        PrefillRow(table[: -(-length // case.block_size)], start, count, length)
+        for table, start, count, length in zip(tables, bounds, queries, case.lengths, strict=False)
+    ]
+    inside = tables[:single] < len(case.key_cache)
+    lengths = np.array(case.lengths[:single], dtype=np.int64)
+    layout = StepLayout(np.where(inside, tables[:single], 0), lengths, chunks[single:])
+    pool: Any = SimpleNamespace(block_size=case.block_size, device=case.device)
+    step = TritonMetadata(layout, pool, Workspace())
+    return lambda: step.attend(case.q, case.key_cache, case.value_cache, case.scoring, out)
+
+
+def recorded_step(case: "Case", out: "torch.Tensor") -> Callable[[], None]:
+    """The same from a recording, which is replayed for other lengths than those it was made with."""
+    import torch
+
+    from engine.runtime.graphs import CudaRecorder, EagerRecorder, StaticInputs, StaticMetadata
+    from paged_kernels import Workspace
+
+    rows = len(case.lengths)
+    inputs = StaticInputs(rows, case.block_table.shape[1], case.device)
+    inputs.tables[:, : case.block_table.shape[1]] = case.block_table
+    inputs.lengths.fill_(1)
+    step = StaticMetadata(inputs, rows, "triton", Workspace())
+
+    def attend() -> Any:
+        step.begin_pass()
+        step.attend(case.q, case.key_cache, case.value_cache, case.scoring, out)
+
+    recorder = CudaRecorder() if case.device.type == "cuda" else EagerRecorder()
+    replay = recorder.record(attend)
+    out.fill_(float("nan"))
+    inputs.lengths.copy_(torch.tensor(case.lengths))
+    return lambda: (replay(), None)[1]
+
+
+def _median_us(run: Callable[[], None], rounds: int = 20) -> float:
+    """Median microseconds between two events on the device around a call."""
+    import torch
+
+    def between() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return 1e3 * float(begin.elapsed_time(end))
+
+    return median([between() for _ in range(rounds + 3)][3:])
+
+
 CALLS: Mapping[str, Call] = {
     "decode": lambda device: _attend(device, (300, 1, 40)),
     "decode in parts": lambda device: _attend(device, (9000, 40)),
@@ -128,6 +254,14 @@ CALLS: Mapping[str, Call] = {
     "merge": _merge,
     "cascade": _cascade,
     "prefill": lambda device: _attend(device, (300, 90), (200, 90), kernel="plain"),
+    "engine: 8 decodes of 16k": Engine((16384,) * 8, (1,) * 8),
+    "engine: 64 decodes of 1k": Engine((1024,) * 64, (1,) * 64),
+    "engine: 64 decodes of 1k, recorded": Engine((1024,) * 64, (1,) * 64, recorded=True),
+    "engine: 8 x 4 drafts over 8k": Engine((8192,) * 8, (5,) * 8),
+    "engine: 16 x 4 drafts over 8k that they share": Engine((8600,) * 16, (5,) * 16, shared=8192),
+    "engine: 16 decodes over 8k that they share": Engine((8600,) * 16, (1,) * 16, shared=8192),
+    "engine: a chunk of 512 beside 32 decodes": Engine((4096,) * 33, (*(1,) * 32, 512)),
+    "engine: window of 1k": Engine((8192,) * 32, (1,) * 32, window=1024),
     "risky: prefill for Hopper": lambda device: _attend(device, (300, 90), (200, 90), kernel="hopper"),
 }
 RISKY, FIRST = "risky: ", "decode"  # how the names of these calls begin
@@ -141,16 +275,16 @@ def make_calls(calls: Mapping[str, Call], names: Sequence[str], device: str, out
             append(file, call=name, state="started")
             began = time.monotonic()
             try:
-                error = calls[name](device)
+                answer = calls[name](device)
             except Exception as problem:
                 kind = type(problem).__name__  # by its name: importing the class would take seconds
                 state = "not served" if kind == "BackendUnavailableError" else "failed"
                 append(file, call=name, state=state, why=f"{kind}: {problem}"[:500])
                 return 1
-            state = "right" if error <= 1 else "wrong"  # NaN is wrong
-            append(
-                file, call=name, state=state, error=repr(error), seconds=round(time.monotonic() - began, 3)
-            )
+            error, us, read = answer if isinstance(answer, tuple) else Timed(answer)
+            facts: dict[str, Any] = {} if us is None else {"us": round(us, 1), "gb_s": round(read / us / 1e3)}
+            facts |= {"error": repr(error), "seconds": round(time.monotonic() - began, 3)}
+            append(file, call=name, state="right" if error <= 1 else "wrong", **facts)  # NaN is wrong
     return 0
 
 
@@ -225,7 +359,8 @@ def main(words: Sequence[str] | None = None) -> int:
     found = watch(own, flags.out, list(calls), flags.device, flags.limit)
     for name in calls:
         line = found.get(name, {"state": "left out"})
-        say(f"{name}: {line['state']}" + (f" ({line['why']})" if "why" in line else ""))
+        timed = f" ({line['us']:,} us, {line['gb_s']:,} GB/s of KV)" if "us" in line else ""
+        say(f"{name}: {line['state']}" + (f" ({line['why']})" if "why" in line else timed))
     if any(name.startswith(FIRST) and line["state"] == "wrong" for name, line in found.items()):
         return WRONG_DECODE
     return 0 if all(found.get(name, {}).get("state") in ("right", "not served") for name in calls) else 1

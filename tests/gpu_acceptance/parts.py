@@ -204,7 +204,7 @@ def quick_steps(setting: Setting) -> list[Step]:
     calibrate = (*_calibration(same, QUICK_CALIBRATION_S), "--no-grid")
     return [
         _contact(setting),
-        _tests(setting, "tests", 115),
+        _tests(setting, "tests", 100),
         step("kernels", kernels, (*kernels, "--dry-run"), 195),
         step("gate", gate, (*gate, "--dry-run"), 75, answers=(0, 1, 3)),
         step("calibration", calibrate, (*calibrate, *REHEARSED, "--dry-run"), 70),
@@ -224,13 +224,13 @@ def kernel_steps(setting: Setting) -> list[Step]:
     What runs the prefill kernel for Hopper comes last.
     """
     *sets, prefill = _sets(setting)
-    tests = _contact(setting), _tests(setting, "tests", 95)
+    tests = _contact(setting), _tests(setting, "tests", 80)
     return [*tests, _memcheck(setting), *sets, _counters(setting), _tests(setting, "hopper", 20), prefill]
 
 
 def _contact(setting: Setting) -> Step:
     command = (*program("contact"), "--out", str(setting.out / "contact.jsonl"))
-    made = step("contact", command, (*command, "--dry-run"), 25, answers=(0, 1))
+    made = step("contact", command, (*command, "--dry-run"), 40, answers=(0, 1))
     return replace(made, ends=(WRONG_DECODE,))
 
 

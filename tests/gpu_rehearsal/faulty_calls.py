@@ -4,6 +4,8 @@ import os
 import signal
 import time
 
+from gpu_acceptance.contact import Timed
+
 
 def _hang(device: str) -> float:
     while True:
@@ -30,5 +32,11 @@ BROKEN = {
     "behind them": lambda device: 0.5,
     "risky: hanging": _hang,
     "risky: last": lambda device: 0.2,
+}
+TIMED = {
+    "engine: right": lambda device: Timed(0.1, 250.0, 500_000_000),
+    "engine: wrong": lambda device: Timed(2.0, 10.0, 1_000),
+    "engine: hanging": _hang,
+    "engine: without a device": lambda device: Timed(0.1),
 }
 WRONG = {"merge": lambda device: 0.1, "decode": lambda device: 3.0, "risky: prefill": lambda device: 0.1}

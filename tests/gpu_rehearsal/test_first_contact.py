@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_acceptance.contact import WRONG_DECODE, lines, main
+from gpu_acceptance.contact import CALLS, WRONG_DECODE, lines, main
 from gpu_acceptance.judging import test_findings as findings_of_tests
 from gpu_acceptance.machine import ROOT, step_environment
 
@@ -43,6 +43,30 @@ def test_after_a_wrong_decode_nothing_more_is_called(tmp_path: Path) -> None:
     code, states = contact(tmp_path / "contact.jsonl", "WRONG")
     assert code == WRONG_DECODE
     assert states == {"merge": "right", "decode": "wrong"}
+
+
+def test_times_of_the_engines_launches_are_kept_though_one_hangs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "contact.jsonl"
+    code, states = contact(out, "TIMED")
+    assert code == 1
+    assert list(states.values()) == ["right", "wrong", "lost", "right"]
+    times = {line["call"]: (line.get("us"), line.get("gb_s")) for line in lines(out) if line["call"]}
+    assert times["engine: right"] == (250.0, 2000)
+    assert times["engine: without a device"] == (None, None)
+    assert "engine: right: right (250.0 us, 2,000 GB/s of KV)" in capsys.readouterr().out
+
+
+@pytest.mark.nightly
+def test_the_engines_launches_are_right_in_the_interpreter_and_have_no_times(tmp_path: Path) -> None:
+    own, out = [name for name in CALLS if name.startswith("engine: ")], tmp_path / "contact.jsonl"
+    words = (sys.executable, "-m", "gpu_acceptance.contact", "--device", "cpu", "--out", str(out))
+    environment = step_environment() | {"TRITON_INTERPRET": "1"}
+    subprocess.run((*words, "--child", *own), cwd=ROOT, env=environment, check=True)
+    found = {line["call"]: line for line in lines(out) if line["call"]}
+    assert {name: line["state"] for name, line in found.items()} == dict.fromkeys(own, "right")
+    assert not any("us" in line for line in found.values())
 
 
 def test_results_of_tests_are_kept_though_one_hangs(tmp_path: Path) -> None:

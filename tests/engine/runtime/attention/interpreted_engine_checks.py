@@ -26,6 +26,7 @@ from engine.runtime.models.load import load_model, original_model, wrap_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.params import SamplingParams
 from engine.runtime.runner import Runner
+from gpu_acceptance.contact import engine_step
 from paged_kernels import Workspace, WorkspaceError
 from paged_kernels.cascade_groups import CascadeCost
 from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
@@ -219,20 +220,8 @@ def pool_of(block_size):
 
 def read_by_engine(case):
     """The rows of a case as the engine's metadata reads them; its rows of one query come first."""
-    bounds, queries = case.cu_seqlens_q.tolist(), case.cu_seqlens_q.diff().tolist()
-    tables, single = case.block_table.numpy().astype(np.int64), queries.count(1)
-    chunks = [
-        kernels.PrefillRow(table[: -(-length // case.block_size)], start, count, length)
-        for table, start, count, length in zip(tables, bounds, queries, case.lengths, strict=False)
-    ]
-    layout = kernels.StepLayout(
-        np.where(tables[:single] < len(case.key_cache), tables[:single], 0),
-        np.array(case.lengths[:single], dtype=np.int64),
-        chunks[single:],
-    )
     out = case.q.new_full((*case.q.shape[:2], case.value_cache.shape[3]), float("nan"))
-    step = kernels.TritonMetadata(layout, pool_of(case.block_size), Workspace())
-    step.attend(case.q, case.key_cache, case.value_cache, case.scoring, out)
+    engine_step(case, out)()
     return out
 
 
