@@ -202,6 +202,10 @@ class SchedulerLimits(SchedulerOptions):
         return min(self.max_batched_tokens, self.long_prefill_tokens or self.max_batched_tokens)
 
     def __post_init__(self) -> None:
+        try:  # they are asked for by identity: plain strings would mean the default
+            self.policy, self.preemption = Scheduling(self.policy), Preemption(self.preemption)
+        except ValueError as error:
+            raise CoreError(f"limits: {error}; choose of {[*Scheduling]} and of {[*Preemption]}") from error
         if min(self.max_batched_tokens, self.max_running) < 1 or not 0 <= self.watermark < 1:
             raise CoreError(f"limits must be at least 1 and the watermark in [0, 1): {self}")
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -24,7 +24,7 @@ from engine.runtime.attention.metadata import PrefillRow, StepLayout, attention_
 from engine.runtime.attention.state import StateStep, first_written
 from engine.runtime.decoding.generation import Generation, ScoredSpan
 from engine.runtime.errors import AuditError
-from engine.runtime.group_pool import GroupedPool, StateView
+from engine.runtime.group_pool import GroupedPool, PageView, StateView
 from paged_kernels import Workspace
 
 Generations = Mapping[int, Generation]
@@ -176,17 +176,17 @@ def build_group_batch(rows: Sequence[Row], generations: Generations, pool: Group
     """Lay out the rows of a step in the pages of every group, decode rows first."""
     singles, chunks = decode_first(rows)
     places = []
-    for index, view in enumerate(pool.views):
-        ones, others = ([_in_group(row, index, pool) for row in part] for part in (singles, chunks))
+    for view in pool.views:
+        ones, others = ([in_group(row, view) for row in part] for part in (singles, chunks))
         places.append(place_rows(ones, others, view.block_size))
     return step_batch(singles, chunks, generations, places, pool.device)
 
 
-def _in_group(row: Row, index: int, pool: GroupedPool) -> Row:
+def in_group(row: Row, view: PageView) -> Row:
     """The row in the tensors of one group: without the pages that its window has left, and the tokens in them."""
-    tables, view = _tables(row), pool.views[index]
-    held = tables.held[index]
-    table = view.local(tables.groups[index][held:])
+    tables = _tables(row)
+    held = tables.held[view.index]
+    table = view.local(tables.groups[view.index][held:])
     return row._replace(table=table, context_len=row.context_len - held * view.block_size)
 
 

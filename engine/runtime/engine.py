@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import ceil
 
 import numpy as np
 import torch
@@ -119,7 +120,7 @@ def pool_size(
         options.slots_per_block,
     )
     longest = limits.max_model_len or loaded.max_position
-    per_token = sum(_token_bytes(model, options) for model in (loaded, draft) if model is not None)
+    per_token = _token_bytes(loaded, options) + (_draft_bytes(draft, loaded, options) if draft else 0)
     tokens = options.pool_tokens
     if tokens is None:
         budget = options.kv_cache_memory_bytes
@@ -139,6 +140,22 @@ def pool_size(
     if GroupPages(options.groups) is GroupPages.off:  # with groups, windows decide how long a sequence may be
         longest = min(longest, capacity.tokens)
     return replace(limits, max_model_len=longest), capacity
+
+
+def _draft_bytes(draft: LoadedModel, loaded: LoadedModel, options: EngineOptions) -> int:
+    """Bytes of a draft model's K and V beside a token of the model.
+
+    With groups it has pages beside all of those that the group with every token may get.
+    """
+    each = sum(heads * dim for layer in draft.kv_shapes for heads, dim in layer)
+    each *= kv_dtype_of(options.kv_dtype, draft.dtype).itemsize
+    if GroupPages(options.groups) is GroupPages.off:
+        return each
+    whole = [group for group in model_layout(loaded, options).groups if not group.forgets]
+    most = max(
+        (_token_bytes(loaded, options) * group.block_size / group.page_bytes for group in whole), default=1
+    )
+    return ceil(each * most)
 
 
 def _token_bytes(loaded: LoadedModel, options: EngineOptions) -> int:
@@ -190,8 +207,9 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
         reason = f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
         raise ModelError(reason)
     kinds: dict[tuple[int, int], int] = {}
+    width = kv_dtype_of(options.kv_dtype, loaded.dtype).itemsize
     for shape, window in zip(loaded.group_shapes, loaded.windows, strict=True):
-        if size := sum(heads * dim for heads, dim in shape) * loaded.dtype.itemsize:
+        if size := sum(heads * dim for heads, dim in shape) * width:
             kinds[window, size] = kinds.get((window, size), 0) + 1
     whole = GroupKind.latent if loaded.latent_shapes else GroupKind.full
     sets = [

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from engine.core.errors import CoreError
 from engine.core.memory.block_pool import NULL_BLOCK
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
@@ -27,7 +26,9 @@ from engine.core.memory.group_pages import pages_of
 from engine.core.options import GroupKind, GroupPages
 from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
-from engine.runtime.kv_pool import KVPool, LayerShape, SlotMarks, memory_on
+from engine.runtime.kv_pool import KVPool, LayerShape, SlotMarks, kv_dtype_of, memory_on, storage_of
+from engine.runtime.options import KVDtype
+from paged_kernels.memory import storable
 
 # The window of a layer with a state: a token needs what stands at the token before it.
 SEES_ITS_STATE = 2
@@ -69,12 +70,13 @@ def state_numbers(shape: StateShape, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PageView:
-    """What the layers of one group share. `layers` are their numbers in the model.
+    """What the layers of one group share. `layers` are their numbers in the model, `index` is that of the group.
 
     `offset` is what the core's page numbers have more than those of the tensors. `keys[layer]` and `values[layer]` are
     the layers' tensors.
     """
 
+    index: int
     group: KVGroup
     layers: tuple[int, ...]
     keys: Sequence[torch.Tensor]
@@ -100,7 +102,7 @@ class GroupView(PageView):
     """The layers of one group, as the attention of a step needs them.
 
     `keys[layer]` and `values[layer]` are `[pages + 1, block_size, kv_heads, dim]`. `window` is what the layers tell
-    their attention, 0 for none.
+    their attention, 0 for none. In 8 bits `marks` says which slots were written.
     """
 
     window: int = 0
@@ -108,7 +110,9 @@ class GroupView(PageView):
     marks: SlotMarks | None = None
 
     def written(self, pages: torch.Tensor) -> set[int]:
-        """How many slots of `pages`, numbers of the tensors, hold something: of K and V of each layer."""
+        """How many slots of `pages`, numbers of the tensors, hold something: of K and V of each layer, or by marks."""
+        if self.marks is not None:
+            return {int(self.marks.table[pages].sum())}
         return {
             int(torch.isfinite(cache[layer].index_select(0, pages)[:, :, 0, 0]).sum())
             for cache in (self.keys, self.values)
@@ -117,6 +121,8 @@ class GroupView(PageView):
 
     def holds(self, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Whether the first layer holds something at slots `[tokens]` of pages `[tokens]`."""
+        if self.marks is not None:
+            return self.marks.table[pages, slots]
         return torch.isfinite(self.keys[self.layers[0]][pages, slots, 0, 0])
 
 
@@ -169,17 +175,22 @@ class StateView(PageView):
 
     def holds(self, pages: torch.Tensor) -> torch.Tensor:
         """Whether any layer holds a part of a state in `pages`: bool `[pages]`."""
-        held = [~self._raw(layer, pages).isnan().all(1) for layer in self.layers]
-        return torch.stack(held).any(0)
+        return torch.stack([self._held(layer, pages) for layer in self.layers]).any(0)
 
     def written(self, pages: torch.Tensor) -> set[int]:
         """How many of `pages` hold a whole state: of each part of each layer."""
         counts = set()
         for layer in self.layers:
-            held = ~self._raw(layer, pages).isnan().all(1)
+            held = self._held(layer, pages)
             for part in self.read(layer, pages).values():
                 counts.add(int((torch.isfinite(part.flatten(1)).all(1) & held).sum()))
         return counts
+
+    def _held(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
+        """Whether a layer holds a part of a state in `pages`, where not all numbers are void: bool `[pages]`."""
+        raw = self._raw(layer, pages)
+        _, void = storage_of(raw.dtype)
+        return ~(raw.isnan() if raw.is_floating_point() else raw == void).all(1)
 
     def _raw(self, layer: int, pages: torch.Tensor) -> torch.Tensor:
         """The states of a layer as numbers of the pool, `[pages, numbers]`."""
@@ -210,12 +221,12 @@ NOBODY = -1
 
 @dataclass(frozen=True, slots=True)
 class _Pages:
-    """Numbered pages in tensors: (tensor, axis of its pages), each with a null page in front.
+    """Numbered pages in tensors: (tensor, axis of its pages, what is in a void one), each with a null page in front.
 
     The core's number of a page is `offset` + its place in the tensors; places are 1 to `count`.
     """
 
-    tensors: tuple[tuple[torch.Tensor, int], ...]
+    tensors: list[tuple[torch.Tensor, int, float]]
     count: int
     offset: int
 
@@ -249,9 +260,11 @@ class GroupedPool:
         dtype: torch.dtype,
         device: torch.device,
         states: Mapping[int, StateShape] | None = None,
+        kv_dtype: KVDtype | str = KVDtype.model,
     ) -> None:
         self.layout, self.device = layout, device
-        states = states or {}
+        states, numbers = states or {}, kv_dtype_of(kv_dtype, dtype)
+        dtype, void = storage_of(numbers)
         layers = layers_of(layout, shapes, windows, dtype.itemsize, states)
         # a state is as the K of one token: so a page of states is a page of K
         kept = {layer: ((1, state_numbers(shape, dtype)), (0, 0)) for layer, shape in states.items()}
@@ -260,30 +273,71 @@ class GroupedPool:
             for own, group in zip(layers, layout.groups, strict=True)
         ]
         make = _in_one_memory if layout.pages is GroupPages.lcm else _in_pools
-        self._pages, pages_of_group, caches = make(layout, page_counts, sent, dtype, device)
+        self._pages, self._of_group, caches = make(layout, page_counts, sent, dtype, device)
+        for held in self._pages:
+            for tensor, axis, _ in held.tensors:
+                tensor.fill_(void).select(axis, 0).zero_()
         self.group_of = [0] * len(shapes)
         self.views: list[GroupView | StateView] = []
         for index, (group, own) in enumerate(zip(layout.groups, layers, strict=True)):
             keys, values = [torch.empty(0)] * len(shapes), [torch.empty(0)] * len(shapes)
-            for layer, (k, v) in zip(own, caches[index], strict=True):
-                keys[layer], values[layer] = k, v
-            pages = pages_of_group[index]
-            shared = group, tuple(own), keys, values, pages.offset, device
-            if group.kind is GroupKind.state:
+            pages, keeps = self._of_group[index], group.kind is GroupKind.state
+            for layer, pair in zip(own, caches[index], strict=True):
+                keys[layer], values[layer] = pair if keeps else (each.view(numbers) for each in pair)
+            shared = index, group, tuple(own), keys, values, pages.offset, device
+            if keeps:
                 parts = {layer: states[layer] for layer in own}
                 self.views.append(StateView(*shared, parts, new_ends(len(own), pages.count + 1)))
-            else:
-                self.views.append(GroupView(*shared, windows[own[0]], group.layer_bytes))
-                for layer in own:
-                    self.group_of[layer] = index
+                continue
+            marks = None
+            if numbers.itemsize == 1:
+                marks = SlotMarks(pages.count, group.block_size, device)
+                pages.tensors.append((marks.table, 0, False))
+            self.views.append(GroupView(*shared, windows[own[0]], group.layer_bytes, marks))
+            for layer in own:
+                self.group_of[layer] = index
         last = max(pages.offset + pages.count for pages in self._pages)
         self._owner = np.full(last + 1, NOBODY, dtype=np.int64)
         self._host: dict[int, _Saved] = {}
+        self.draft_view: GroupView | None = None
+
+    def add_draft(self, shapes: Sequence[LayerShape], dtype: torch.dtype) -> GroupView:
+        """Memory for K and V of a draft model's layers, beside the pages of a group that keeps every token.
+
+        It is poisoned, copied and swapped with them. `dtype` is the element type. Raises ModelError where there is no
+        such group, and beside states.
+        """
+        if any(isinstance(view, StateView) for view in self.views):
+            raise ModelError("layers in groups: a state takes no draft token back; leave out the draft model")
+        whole = next((view for view in self.views if not view.group.forgets), None)
+        if whole is None:
+            raise ModelError(
+                "layers in groups: every layer of the model has a window, so that no group keeps the tokens that a "
+                "draft model reads; leave out the draft model, or set groups=off"
+            )
+        pages, (stored, void), caches = self._of_group[whole.index], storage_of(dtype), []
+        for heads, dim in (each for shape in shapes for each in shape):
+            cache = memory_on(self.device, (pages.count + 1, whole.block_size, heads, dim), stored).fill_(
+                void
+            )
+            cache[0] = 0
+            pages.tensors.append((cache, 0, void))
+            caches.append(cache.view(dtype))
+        keys, values = caches[0::2], caches[1::2]
+        most = max(key[0, 0].nbytes + value[0, 0].nbytes for key, value in zip(keys, values, strict=True))
+        shared = whole.index, whole.group, tuple(range(len(shapes))), keys, values, whole.offset, self.device
+        self.draft_view = GroupView(*shared, token_bytes=most)
+        return self.draft_view
 
     @property
     def bytes(self) -> int:
-        """Bytes of all tensors, the null pages included."""
-        storages = [tensor.untyped_storage() for pages in self._pages for tensor, _ in pages.tensors]
+        """Bytes of all K, V and states, those of a draft model and the null pages included."""
+        storages = [
+            tensor.untyped_storage()
+            for pages in self._pages
+            for tensor, *_ in pages.tensors
+            if tensor.dtype is not torch.bool
+        ]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def poison(self, pages: Sequence[int]) -> None:
@@ -292,15 +346,26 @@ class GroupedPool:
         self._owner[numbers] = NOBODY
         for held in self._pages:
             index = torch.from_numpy(held.places(numbers)).to(self.device)
-            for tensor, axis in held.tensors:
-                tensor.index_fill_(axis, index, float("nan"))
+            for tensor, axis, void in held.tensors:
+                tensor.index_fill_(axis, index, void)
         for page in pages:
             for ends in self._ends_of(page):
                 ends[:] = UNWRITTEN
 
     def poison_slots(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Raises CoreError: nothing of a sequence is cut."""
-        raise CoreError(f"{len(spans)} parts of pages to cut: a cache with groups cuts nothing")
+        """Set slots `first … end - 1` of each (page, first, end) to NaN: their tokens were taken back."""
+        for view in (*self.views, self.draft_view):
+            if not isinstance(view, GroupView):
+                continue
+            own = [span for span in spans if self._owner[span[0]] == view.index]
+            cut = [(page - view.offset, slot) for page, first, end in own for slot in range(first, end)]
+            if not cut:
+                continue
+            pages, slots = torch.tensor(cut, device=self.device).T
+            if view.marks is not None:
+                view.marks.table[pages, slots] = False
+            for cache in (each[layer] for layer in view.layers for each in (view.keys, view.values)):
+                storable(cache)[pages, slots] = storage_of(cache.dtype)[1]
 
     def swap_out(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages to host memory; pairs (page, host block)."""
@@ -321,7 +386,7 @@ class GroupedPool:
         """A page in each of its tensors."""
         for held in self._pages:
             for place in held.places(np.array([page])).tolist():
-                yield from (tensor.select(axis, place) for tensor, axis in held.tensors)
+                yield from (tensor.select(axis, place) for tensor, axis, _ in held.tensors)
 
     def _ends_of(self, page: int) -> Iterator[IntArray]:
         """The notes of a page, if it may hold states."""
@@ -335,7 +400,7 @@ class GroupedPool:
         self._owner[targets] = self._owner[sources]
         for held in self._pages:
             pairs = [torch.from_numpy(held.places(each)).to(self.device) for each in (sources, targets)]
-            for tensor, axis in held.tensors:
+            for tensor, axis, _ in held.tensors:
                 tensor.index_copy_(axis, pairs[1], tensor.index_select(axis, pairs[0]))
         kept = [[ends.copy() for ends in self._ends_of(page)] for page in sources]
         for page, notes in zip(targets, kept, strict=True):
@@ -524,12 +589,8 @@ def _in_pools(
                 f"({sorted(sizes)} numbers): the engine pads no pages; use groups=separate"
             )
         places = max(layout.groups[group].layers for group in owned)
-        stacks = [
-            memory_on(device, (places, count + 1, size), dtype).fill_(torch.nan) for size in sizes.pop()
-        ]
-        for stack in stacks:
-            stack[:, 0] = 0
-        pages = _Pages(tuple((stack, 1) for stack in stacks), count, offset)
+        stacks = [memory_on(device, (places, count + 1, size), dtype) for size in sizes.pop()]
+        pages = _Pages([(stack, 1, storage_of(dtype)[1]) for stack in stacks], count, offset)
         made.append(pages)
         for group in owned:
             of_group.append(pages)
@@ -554,13 +615,12 @@ def _in_one_memory(
     assert isinstance(core, ChunkPages)
     sizes = [group.page_bytes // dtype.itemsize for group in layout.groups]
     front, memory = max(sizes), core.memory // dtype.itemsize
-    flat = memory_on(device, (front + memory,), dtype).fill_(torch.nan)
-    flat[:front] = 0
+    flat = memory_on(device, (front + memory,), dtype)
     made, caches = [], []
     for index, (group, size) in enumerate(zip(layout.groups, sizes, strict=True)):
         count, first = core.counts[index], core.page(index, 0)
         pages = flat[front - size : front + count * size].view(count + 1, size)
-        made.append(_Pages(((pages, 0),), count, first - 1))
+        made.append(_Pages([(pages, 0, storage_of(dtype)[1])], count, first - 1))
         own = []
         for layer, shape in zip(
             pages.view(count + 1, group.layers, -1).unbind(1), shapes[index], strict=False

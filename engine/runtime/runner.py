@@ -1,10 +1,11 @@
 """The executor that runs a model: takes a step plan, returns the step's result and the seconds of each part.
 
 With a draft model (speculative decoding) a second model proposes tokens, and the model verifies all of them in one
-pass. The draft model has its own KV pool, the draft KV pool, with the same block ids. So block tables, copies, swaps
-and prefix cache hits hold for both pools. Every row of a step also runs through the draft model. Otherwise a block that
-one request filled would be empty in the draft KV pool for the next request that hits it. A proposed token is kept only
-if the model itself chooses the same token, so the output equals that of plain decoding, greedy or sampled.
+pass. The draft model has its own KV pool, the draft KV pool, with the same block ids (with groups, those of a group
+that keeps every token). So block tables, copies, swaps and prefix cache hits hold for both pools. Every row of a step
+also runs through the draft model. Otherwise a block that one request filled would be empty in the draft KV pool for the
+next request that hits it. A proposed token is kept only if the model itself chooses the same token, so the output
+equals that of plain decoding, greedy or sampled.
 """
 
 import time
@@ -37,13 +38,14 @@ from engine.runtime.batch import (
     build_group_batch,
     check_step,
     check_units,
+    in_group,
 )
 from engine.runtime.decoding import choose
 from engine.runtime.decoding.generation import Generation
 from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
 from engine.runtime.graphs import DecodeGraphs, GraphOptions
-from engine.runtime.group_pool import BlockOperations, GroupedPool
-from engine.runtime.kv_pool import KVPool
+from engine.runtime.group_pool import BlockOperations, CacheTensors, GroupedPool, GroupView
+from engine.runtime.kv_pool import KVPool, kv_dtype_of
 from engine.runtime.models.load import LoadedModel, demands_of
 from engine.runtime.options import Audit, KVDtype
 from engine.runtime.params import DEFAULT_RULES, DecodingRules
@@ -56,7 +58,7 @@ class Drafter:
     `Runner.execute` calls `propose` before the model runs, and `catch_up` after the tokens are chosen.
     """
 
-    def __init__(self, draft: LoadedModel, target: LoadedModel, pool: KVPool, backend: str) -> None:
+    def __init__(self, draft: LoadedModel, target: LoadedModel, pool: CacheTensors, backend: str) -> None:
         if draft.vocab_size != target.vocab_size:
             raise ModelError(
                 f"draft model {draft.name} has {draft.vocab_size} tokens in its vocabulary, {target.name} has "
@@ -100,6 +102,8 @@ class Drafter:
     def _run(
         self, rows: Sequence[Row], generations: Mapping[int, Generation]
     ) -> tuple[StepBatch, torch.Tensor]:
+        if isinstance(self.pool, GroupView):
+            rows = [in_group(row, self.pool) for row in rows]
         batch = build_batch(rows, generations, self.pool.block_size, self.pool.device)
         metadata = attention_metadata(batch.layout, self.pool, self._draft.workspace, self._backend)
         paged = PagedStep(metadata, batch.slots, self.pool, NO_TIMER)
@@ -170,7 +174,10 @@ class Runner:
         if groups is None:
             self.pool = pool_for(loaded, *sizes)
         else:
-            _check_grouped(draft, graphs, kv_dtype)
+            if graphs is not None:
+                raise ModelError(
+                    "layers in groups: a recorded step has one block table; set cuda_graphs=False"
+                )
             shapes, windows, states = loaded.group_shapes, loaded.windows, loaded.states
             self.pool = GroupedPool(
                 groups,
@@ -180,6 +187,7 @@ class Runner:
                 dtype=loaded.dtype,
                 device=loaded.device,
                 states=states,
+                kv_dtype=kv_dtype,
             )
         self.audits = 0  # number of audited steps
         self.failures: dict[int, NaNLogitsError] = {}  # by request id, until the runner's owner takes them
@@ -193,12 +201,19 @@ class Runner:
         self._timer: AttentionTimer = CudaTimer() if self._on_cuda else ClockTimer(clock)
         self._generations: dict[int, Generation] = {}
         self.drafter: Drafter | None = None
+        pools = [self.pool]
         if draft is not None:
-            self.drafter = Drafter(draft, loaded, pool_for(draft, *sizes), self.backend)
+            own: CacheTensors
+            if isinstance(self.pool, GroupedPool):
+                own = self.pool.add_draft(draft.kv_shapes, kv_dtype_of(kv_dtype, draft.dtype))
+            else:
+                own = pool_for(draft, *sizes)
+                pools.append(own)
+            self.drafter = Drafter(draft, loaded, own, self.backend)
         self.graphs: DecodeGraphs | None = None
         if graphs is not None and isinstance(self.pool, KVPool):
             self.graphs = graphs.record(loaded, self.pool, self.backend)
-        self._blocks = BlockOperations([self.pool, *([self.drafter.pool] if self.drafter else [])])
+        self._blocks = BlockOperations(pools)
 
     # -- requests ------------------------------------------------------------------------------------------
 
@@ -322,6 +337,9 @@ class Runner:
             self.pool.note_writes(index, slots.cpu().numpy())
         if audits:
             check_step(step, rows, batch, self.pool)
+        for view, (_, slots) in zip(self.pool.views, batch.groups, strict=True):
+            if isinstance(view, GroupView) and view.marks is not None:
+                view.marks.write(slots)
         return self._clock() - start
 
     def _choose(self, plan: StepPlan, batch: StepBatch, output: choose.ForwardOutput) -> choose.ChosenTokens:
@@ -376,16 +394,3 @@ def pool_for(
         host_blocks=host_blocks,
         kv_dtype=kv_dtype,
     )
-
-
-def _check_grouped(draft: LoadedModel | None, graphs: GraphOptions | None, kv_dtype: KVDtype | str) -> None:
-    """Raise ModelError for what the tensors of groups do not serve."""
-    asked = {
-        "a draft model": draft is not None,
-        "recorded graphs (cuda_graphs)": graphs is not None,
-        f"kv_dtype {kv_dtype}": kv_dtype != KVDtype.model,
-    }
-    what = next((what for what, is_asked in asked.items() if is_asked), None)
-    if what is not None:
-        reason = f"layers in groups: {what} is not served with groups; leave it out, or set groups=off"
-        raise ModelError(reason)

@@ -192,8 +192,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "decoding.draft_tokens",
         lambda a: _if(a.drafts, a.decoding.draft_tokens),
-        {Way.measured_groups: "its tensors take no draft tokens",
-         Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
+        {Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
          Way.vllm: "a measured vLLM has no draft model"},
     ),
     Capability(
@@ -391,8 +390,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "model.kv_dtype",
         lambda a: _if(a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
-        {Way.measured_groups: "its audit reads NaN in the tensors of each group, which 8-bit K and V do not keep",
-         Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"},
+        {Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"},
     ),
     Capability(
         "engine.cuda_graphs",

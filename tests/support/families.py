@@ -221,10 +221,10 @@ def unowned_are_void(pool):
     import torch
 
     tensors = [each for pages in pool._pages for each in pages.tensors]
-    nulls = [tensor.select(axis, 0) for tensor, axis in tensors]
+    nulls = [tensor.select(axis, 0) for tensor, axis, _ in tensors]
     if any(bool(null.any()) for null in nulls):
         return False
-    memory = {tensor.untyped_storage().data_ptr(): tensor for tensor, _ in tensors}
+    memory = {tensor.untyped_storage().data_ptr(): tensor for tensor, *_ in tensors}
     whole = [
         torch.empty(0, dtype=tensor.dtype, device=pool.device).set_(tensor.untyped_storage())
         for tensor in memory.values()

@@ -33,6 +33,7 @@ from engine.runtime.errors import ModelError
 from engine.runtime.group_pool import CacheTensors, GroupView
 from paged_kernels import Scoring, Workspace
 from paged_kernels.attention import SHORT_QUERIES
+from paged_kernels.memory import storable
 from paged_kernels.scoring import causal_window
 from paged_kernels.torch import cache as torch_cache
 
@@ -327,12 +328,12 @@ class LatentStep:
                     torch.cat(moved, dim=2).transpose(0, 1).contiguous(), *stored, scoring
                 )
             else:
-                caches = self._gathered(stored, 0, inside)
+                caches = self._gathered(stored, 0, inside, query.dtype)
                 read = _read_rows(moved, caches, self._rows[:inside], scoring)
             parts.append(torch.matmul(read, products.values)[None])
         if whole:
-            gathered = (one[None, None] for one in self._gathered(stored, inside, len(self._rows)))
-            keys, values = expand(module, *gathered)
+            gathered = self._gathered(stored, inside, len(self._rows), query.dtype)
+            keys, values = expand(module, *(one[None, None] for one in gathered))
             ends = np.cumsum([row.length for row in whole])
             for (_, start, queries, length), end in zip(whole, ends, strict=True):
                 rows, read_keys = slice(start, start + queries), slice(end - length, end)
@@ -342,14 +343,17 @@ class LatentStep:
         self._timer.end(began)
         return torch.cat(parts, dim=2).transpose(1, 2)
 
-    def _gathered(self, stored: Sequence[torch.Tensor], first: int, last: int) -> list[torch.Tensor]:
+    def _gathered(
+        self, stored: Sequence[torch.Tensor], first: int, last: int, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         """Latents and rotary keys `[tokens, width]` of some rows, row behind row."""
         if (first, last) not in self._places:
             size = self._pool.block_size
             read = [slots_of(row.table, 0, row.length, size) for row in self._rows[first:last]]
             places = torch.from_numpy(np.concatenate(read)).to(self._pool.device)
             self._places[first, last] = places // size, places % size
-        return [cache[*self._places[first, last], 0] for cache in stored]
+        pages, slots = self._places[first, last]
+        return [storable(cache)[pages, slots, 0].view(cache.dtype).to(dtype) for cache in stored]
 
 
 def _check_latent(scoring: Scoring) -> None:

@@ -372,7 +372,7 @@ def _state_pages(states: Mapping[int, StateShape], model: Any) -> StateView:
     size = max(map(state_bytes, states.values()), default=1)
     group = KVGroup(GroupKind.state, len(states), 0, _BLOCK, size, size * len(states))
     ends = new_ends(len(states), pages)
-    return StateView(group, tuple(states), keys, nothing, 0, model.device, states, ends)
+    return StateView(0, group, tuple(states), keys, nothing, 0, model.device, states, ends)
 
 
 def _layout(step: _Step, tables: Sequence[np.ndarray]) -> StepLayout:

@@ -74,7 +74,7 @@ def expected(family, sizes=SIZES):
 def make_llm(family, *, budget=16, pool_tokens=408, groups="uniform", **options):
     from engine.runtime.llm import LLM
 
-    limits = SchedulerLimits(budget, 8, max_model_len=128, **options.pop("scheduling", {}))
+    limits = SchedulerLimits(budget, 15, max_model_len=128, **options.pop("scheduling", {}))
     return LLM(
         loaded(family),
         limits=limits,
@@ -266,6 +266,7 @@ def branched(family, pages, pool_tokens, memory, **params):
     done = llm.generate(prompts(SHORT), SamplingParams(max_tokens=NEW, **params))
     llm.scheduler.manager.check()
     assert llm.engine.counters.copies > 0
+    assert (llm.engine.counters.swaps if memory == "swap" else llm.engine.counters.preemptions) > 0
     assert llm.runner.audits == llm.engine.counters.steps
     return done
 
@@ -314,6 +315,149 @@ def test_samples_have_the_probabilities_that_the_model_gives_them(family, pages,
             wanted = wanted.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
             found = torch.tensor([each.logprob for each in output.logprobs])
             assert torch.allclose(found, wanted, rtol=0, atol=1e-3)
+
+
+# -- drafts ------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def draft_of(family):
+    """The model with noise on its weights, so that it is right with some of its proposals."""
+    import torch
+
+    from engine.runtime.models.load import wrap_model
+
+    model = build(family, MIXED.get(family, ()))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.003)
+    return wrap_model(model, name=f"{family} with noise")
+
+
+DRAFTED = [
+    *((family, "uniform") for family in (*MIXED, "llama", "deepseek_v2", "deepseek_v3")),
+    *((family, pages) for family in ("gemma2", "gpt_oss") for pages in PAGES),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "memory"), [("lookahead", "recompute"), ("fork", "swap"), ("whole", "recompute")]
+)
+@cases(("family", "pages"), DRAFTED, day=(("gemma2", "lcm"),))
+def test_drafts_change_no_token(family, pages, mode, memory):
+    from engine.runtime.params import SamplingParams
+
+    llm = make_llm(
+        family, groups=pages, pool_tokens=90 if pages == "separate" else 70, draft=draft_of(family),
+        draft_mode=mode, draft_tokens=3, scheduling={"preemption": memory}, **MEMORY[memory],
+    )  # fmt: skip
+    for _ in range(2):  # the second time with hits
+        done = llm.generate(prompts(SHORT), SamplingParams(max_tokens=NEW, temperature=0))
+        assert [each.outputs[0].token_ids for each in done] == expected(family, SHORT)
+    llm.scheduler.manager.check()
+    counted = llm.engine.counters
+    assert 0 < counted.accepted_tokens < counted.drafted_tokens
+    assert llm.runner.audits == counted.steps
+    assert (counted.swaps if memory == "swap" else counted.preemptions) > 0
+
+
+@pytest.mark.parametrize("groups", ["uniform", "lcm"])
+def test_a_draft_models_pages_are_part_of_the_memory(groups):
+    given = {"groups": groups, "pool_tokens": None, "kv_cache_memory_bytes": 1 << 20}
+    llm = make_llm("gemma2", draft=draft_of("gemma2"), **given)
+    whole = llm.runner.pool.draft_view
+    nulls = sum(each.layers * 4 * each.layer_bytes for each in llm.runner.pool.layout.groups) + 4 * 4 * 128
+    assert 0.9 * (1 << 20) < llm.runner.pool.bytes <= (1 << 20) + nulls
+    assert whole.group.kind is GroupKind.full
+
+
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("mistral", "every layer of the model has a window"),
+        ("qwen3_next", "a state takes no draft token back"),
+    ],
+)
+def test_a_model_that_takes_no_draft_model_in_groups_is_refused_when_it_is_loaded(family, said):
+    from engine.runtime.errors import ModelError
+
+    with pytest.raises(ModelError, match=said):
+        make_llm(family, draft=draft_of("llama"))
+
+
+# -- 8 bits ------------------------------------------------------------------------------------------------
+
+
+def rounded(family, prompt):
+    """transformers' answer with a cache that rounds K and V to 8 bits where it takes them."""
+    import torch
+    from transformers import DynamicCache
+
+    from engine.runtime.models.load import original_model
+
+    def eight(numbers):
+        return numbers.clamp(-448, 448).to(torch.float8_e4m3fn).to(numbers.dtype)
+
+    class Rounding(DynamicCache):
+        def update(self, key_states, value_states, *more, **named):
+            return super().update(eight(key_states), eight(value_states), *more, **named)
+
+    ids = torch.tensor([prompt])
+    with original_model(loaded(family)) as model:
+        cache = Rounding(config=model.config)
+        kept = {"max_new_tokens": NEW, "do_sample": False, "past_key_values": cache}
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[0, len(prompt) :].tolist()
+
+
+EIGHT = [
+    *((family, "uniform") for family in (*MIXED, "llama", "qwen3_next", "falcon_h1", "lfm2")),
+    *((family, pages) for family in ("gemma2", "ministral", "lfm2") for pages in PAGES),
+]
+
+
+@pytest.mark.parametrize("memory", MEMORY)
+@cases(("family", "pages"), EIGHT, day=(("gemma2", "uniform"),))
+def test_8_bits_give_the_tokens_of_a_cache_that_rounds(family, pages, memory):
+    from engine.runtime.params import SamplingParams
+
+    size = (90 if pages == "separate" else 64) if family in FAMILIES else 400
+    llm = make_llm(
+        family, groups=pages, pool_tokens=size, kv_dtype="fp8_e4m3", scheduling={"preemption": memory},
+        **MEMORY[memory],
+    )  # fmt: skip
+    wanted = [rounded(family, prompt) for prompt in prompts(SHORT)]
+    assert wanted != expected(family, SHORT)
+    for _ in range(2):  # the second time with hits
+        done = llm.generate(prompts(SHORT), SamplingParams(max_tokens=NEW, temperature=0))
+        said = [each.outputs[0].token_ids for each in done]
+        # on some CPUs another batch rounds a number to the other side of a boundary between two of 8 bits
+        assert sum(one != other for one, other in zip(said, wanted, strict=True)) <= 1
+    llm.scheduler.manager.check()
+    assert llm.runner.audits == llm.engine.counters.steps
+    if family in FAMILIES:
+        assert (llm.engine.counters.swaps if memory == "swap" else llm.engine.counters.preemptions) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *((name, "drafts") for name in ("poison", "poison_slots", "swap_in")),
+        ("poison", "8"),
+        ("swap_in", "8"),
+    ],
+)
+def test_a_page_operation_that_is_left_out_is_noticed(name, kind, monkeypatch):
+    from engine.runtime.errors import AuditError, RunError
+    from engine.runtime.group_pool import GroupedPool
+    from engine.runtime.params import SamplingParams
+
+    options = {"draft": draft_of("gemma2")} if kind == "drafts" else {"kv_dtype": "fp8_e4m3"}
+    swapping = {"scheduling": {"preemption": "swap"}, "host_blocks": 200}
+    llm = make_llm("gemma2", pool_tokens=64, **swapping, **options)
+    monkeypatch.setattr(GroupedPool, name, lambda pool, pairs: None)
+    with pytest.raises((AuditError, RunError)):
+        llm.generate(prompts(SHORT), SamplingParams(max_tokens=NEW, temperature=0))
 
 
 # -- the tensors -------------------------------------------------------------------------------------------
@@ -373,7 +517,6 @@ def test_a_layout_of_another_model_is_refused(sets, said):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"kv_dtype": "fp8_e4m3"}, "kv_dtype fp8_e4m3"),
         ({"copy_at_fork": True}, "copy_at_fork"),
         ({"cache": "contiguous_max"}, "cache contiguous_max"),
     ],

@@ -182,7 +182,7 @@ def test_a_state_takes_the_memory_of_keys_and_values_and_keeps_its_own_type():
     group = KVGroup(GroupKind.state, 1, 0, 4, 32, 32)
     keys, values = (torch.full((3, 10), torch.nan, dtype=torch.bfloat16) for _ in range(2))
     device = torch.device("cpu")
-    view = StateView(group, (0,), [keys], [values], 0, device, {0: (conv, part)}, new_ends(1, 3))
+    view = StateView(0, group, (0,), [keys], [values], 0, device, {0: (conv, part)}, new_ends(1, 3))
     page, sent = torch.tensor([2]), {conv: torch.randn(1, 4).bfloat16(), part: torch.randn(1, 3, 2)}
     view.write(0, page, sent, np.array([9]))
     assert all(torch.equal(view.read(0, page)[each], sent[each]) for each in sent)

@@ -10,7 +10,17 @@ from families import build
 from point_cases import mooncake_file, small_config, with_trace
 from tiers import cases, tier
 
-from engine.core.options import GroupPages, Preemption, Retention, Scheduling, Sharing, StateMode, WindowHits
+from engine.core.options import (
+    GroupPages,
+    Preemption,
+    Retention,
+    Scheduling,
+    Sharing,
+    SpeculationMode,
+    StateMode,
+    WindowHits,
+)
+from engine.runtime.options import KVDtype
 from harness.config.checks import check_settings
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, TraceFormat
@@ -100,6 +110,40 @@ def test_a_measured_point_of_several_sequences_has_the_counts_of_its_prediction(
     config.decoding.n, config.decoding.beam_width = (3, 1) if mode == "sample" else (1, 3)
     config.scheduler.preemption = preemption
     config.cache.host_tokens = 0 if preemption is Preemption.recompute else 4000
+    assert check_settings(config) == []
+    check_point(config)
+    record = run_point(config).record
+    assert record.levels["counts"]["identical"]
+    assert record.audit["checks"] == record.levels["counts"]["steps"]
+    assert config.model.state_layers or record.measured["median"]["preemptions"] > 0
+
+
+@cases(
+    ("made", "pages", "kv_dtype", "place"),
+    [
+        *((windowed, pages, KVDtype.model, place) for pages in PAGES for place in SpeculationMode),
+        *((made, pages, KVDtype.fp8_e4m3, None) for made in (windowed, stateful) for pages in PAGES),
+        (windowed, GroupPages.uniform, KVDtype.fp8_e4m3, SpeculationMode.fork),
+    ],
+    day=((windowed, GroupPages.uniform, KVDtype.fp8_e4m3, SpeculationMode.fork),),
+)
+def test_a_measured_point_with_drafts_or_8_bits_has_the_counts_of_its_prediction(
+    made: Made,
+    pages: GroupPages,
+    kv_dtype: KVDtype,
+    place: SpeculationMode | None,
+    cache_dir: Path,
+    tmp_path: Path,
+) -> None:
+    config = crowded(made(cache_dir, pages))
+    config.model.kv_dtype = kv_dtype
+    if place is not None:
+        config.decoding.draft_tokens, config.decoding.draft_place = 3, place
+        config.decoding.draft_path, config.decoding.acceptance = str(tmp_path), 0.5
+        config.model.vocab = 256
+        build("llama").save_pretrained(tmp_path)
+    if kv_dtype is KVDtype.fp8_e4m3 and config.model.state_layers:
+        config.cache.pool_tokens *= 4  # a state keeps its bytes
     assert check_settings(config) == []
     check_point(config)
     record = run_point(config).record
