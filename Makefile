@@ -41,6 +41,7 @@ nightly: $(STAMP)  # all tests (with PAGETWIN_VLLM=PATH/bin/python also beside v
 	$(PY) tests/nightly/kill_drill.py local 50
 	$(PY) tests/nightly/kill_drill.py local 20 --measured --repeats 3 --points 12
 	$(PY) tests/nightly/planted_logs.py --seeds 3
+	OMP_NUM_THREADS=1 $(PY) tests/nightly/newest_transformers.py -n auto tests/engine/runtime
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

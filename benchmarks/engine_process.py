@@ -8,16 +8,22 @@ parent alone would call it a hundred times too fast.
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+WITHOUT_AMX = "PAGETWIN_VLLM_WITHOUT_AMX"  # environment variable
+if os.environ.get(WITHOUT_AMX):  # what vLLM asks; the processes that it starts read this file too
+    import_module("torch").cpu._is_amx_tile_supported = lambda: False
+
 Tokens = list[list[int]]
 ServeLive = Callable[[Sequence[Sequence[int]], Sequence[int]], Tokens]  # prompts, output tokens of each
+Started = tuple[ServeLive, str]  # the engine, and its kernels in words
 
 
-def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
+def pagetwin(settings: Mapping[str, Any]) -> Started:
     """Our engine on the checkpoint at `model`."""
     import_module("engine")  # before torch: it sets how torch's threads wait
     import torch
@@ -33,16 +39,35 @@ def pagetwin(settings: Mapping[str, Any]) -> ServeLive:
         block_size=settings["block_size"],
         pool_tokens=settings["pool_tokens"],
         step_tokens=settings["step_tokens"],
+        model_len=settings["model_len"],
+        prefix_caching=True,
     )
 
     def run(prompts: Sequence[Sequence[int]], wanted: Sequence[int]) -> Tokens:
         return serve([BenchRequest(tuple(ids), count) for ids, count in zip(prompts, wanted, strict=True)])
 
-    return run
+    return run, _our_kernels(settings["dtype"])
 
 
-def vllm(settings: Mapping[str, Any]) -> ServeLive:
+def _our_kernels(dtype: str) -> str:
+    """What computes attention and products."""
+    from engine.runtime.models.cpu_layers import onednn_wins
+    from paged_kernels.native import bf16_unit, why_unavailable
+
+    if why_unavailable():
+        return "attention by torch"
+    if dtype == "float32":
+        return f"attention in C, products by {'oneDNN' if onednn_wins() else 'MKL and oneDNN'}"
+    return f"decode in C, prefill by {bf16_unit() or 'torch'}, products by oneDNN"
+
+
+def vllm(settings: Mapping[str, Any]) -> Started:
     """vLLM on the same checkpoint, with its own `options`."""
+    torch: Any = import_module("torch")
+    if not settings["amx"]:
+        torch.cpu._is_amx_tile_supported = lambda: (
+            False
+        )  # what vLLM asks, in this process and those that it forks
     library: Any = import_module("vllm")
     engine = library.LLM(
         settings["model"],
@@ -60,10 +85,12 @@ def vllm(settings: Mapping[str, Any]) -> ServeLive:
         outputs = engine.generate(asked, params, use_tqdm=False)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
-    return run
+    supported = import_module("torch").cpu._is_amx_tile_supported()
+    has_amx = settings["dtype"] == "bfloat16" and supported
+    return run, f"attention with{'' if has_amx else 'out'} amx"
 
 
-ENGINES: Mapping[str, Callable[[Mapping[str, Any]], ServeLive]] = {"pagetwin": pagetwin, "vllm": vllm}
+ENGINES: Mapping[str, Callable[[Mapping[str, Any]], Started]] = {"pagetwin": pagetwin, "vllm": vllm}
 
 
 def tree_seconds() -> float:
@@ -97,11 +124,12 @@ def main() -> int:
     def answer(asked: Mapping[str, Any]) -> Mapping[str, Any]:
         nonlocal engine
         if engine is None:
-            engine = ENGINES[asked["engine"]](asked)
-            return {"ready": True}
-        began = tree_seconds()
+            engine, kernels = ENGINES[asked["engine"]](asked)
+            return {"kernels": kernels}
+        began, start = tree_seconds(), time.perf_counter()
         tokens = engine(asked["prompts"], asked["outputs"])
-        return {"cpu_s": tree_seconds() - began, "tokens": tokens}
+        wall = time.perf_counter() - start
+        return {"cpu_s": tree_seconds() - began, "wall_s": wall, "tokens": tokens}
 
     return int(driver.serve(answer))
 

@@ -54,14 +54,21 @@ class PeerError(Exception):
     """A peer cannot run here, or failed. The message says why."""
 
 
-def ours(loaded: LoadedModel, *, block_size: int, pool_tokens: int, step_tokens: int = MAX_TOKENS) -> Serve:
-    """Our engine. Prefix caching is off, since no two prompts share a prefix."""
+def ours(
+    loaded: LoadedModel,
+    *,
+    block_size: int,
+    pool_tokens: int,
+    step_tokens: int = MAX_TOKENS,
+    model_len: int = MAX_LEN,
+    prefix_caching: bool = False,
+) -> Serve:
+    """Our engine, with its audit as users get it. Without prefix caching, the same requests may be served again."""
     options = EngineOptions(
         block_size=block_size,
         pool_tokens=pool_tokens,
-        prefix_caching=False,
-        audit="off",
-        limits=SchedulerLimits(step_tokens, MAX_RUNNING, max_model_len=min(MAX_LEN, loaded.max_position)),
+        prefix_caching=prefix_caching,
+        limits=SchedulerLimits(step_tokens, MAX_RUNNING, max_model_len=min(model_len, loaded.max_position)),
     )
     engine = Engine(loaded, options)
 

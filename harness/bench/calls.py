@@ -19,6 +19,7 @@ from harness.bench.cases import KernelCase
 from harness.cost.timings import NATIVE
 from paged_kernels import Workspace
 from paged_kernels.backends import Demand, unavailable, unserved_by_native
+from paged_kernels.private import sleep_on_device
 from paged_kernels.providers import Case, Provider, Run, UnsupportedCaseError, find_providers
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def _between_events(work: Callable[[], object]) -> float:
     """Device time of `work`. The device sleeps first, so that all work is queued before the first event passes."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    sleep_on_device(HEAD_START_CYCLES)
     start.record()
     work()
     end.record()

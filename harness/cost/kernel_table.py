@@ -121,10 +121,10 @@ def kernel_shapes(asked: TimedAttention) -> KernelShapes:
 
 def _serves(row: Mapping[str, Any]) -> bool:
     """Whether C computes the row; see `unserved_by_native` in `paged_kernels.backends`."""
-    from paged_kernels.native import has_matrix_units
+    from paged_kernels.native import bf16_unit
 
     if row["queries"] > 1 and row["dtype"] == "bf16":
-        return row["head_dim"] % 32 == 0 and has_matrix_units()
+        return row["head_dim"] % 32 == 0 and bool(bf16_unit())
     return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 

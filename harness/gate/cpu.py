@@ -4,7 +4,7 @@ The baseline holds the accepted sources: the C kernels of decode and prefill, an
 timed with a softcap, since the engine leaves such layers to it; plain float32 layers run in C. The gate compiles and
 loads the accepted sources beside today's, and times both in turns in one process. So a faster, slower or busier
 machine changes both alike, and the ratio of unchanged code is 1 on every machine. Every figure is a CPU figure; none
-says anything about a GPU. The prefill in bfloat16 is not timed: it needs matrix units, which few machines have.
+says anything about a GPU. The prefill in bfloat16 is not timed: it needs avx512_bf16, which few machines have.
 """
 
 import ctypes

@@ -19,7 +19,7 @@ PREFILL_KERNELS = ("auto", "plain", "hopper")  # "hopper" has never run on a GPU
 HOPPER = (9, 0)  # its compute capability, the only one with the matrix instructions of that kernel (wgmma)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-LANES, DEPTH = 16, 32  # numbers of a vector of the C kernels; that their matrix units add in one step
+LANES, DEPTH = 16, 32  # numbers of a vector of the C kernels; of a tile of prefill in bfloat16
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
 log = logging.getLogger(__name__)
 
@@ -134,8 +134,10 @@ def unserved_by_native(demand: Demand) -> str:
     divisor = demand.divisor or demand.head_dim
     if divisor % LANES or not demand.contiguous:
         return f"reads contiguous caches whose widths are multiples of {LANES}"
-    if demand.chunk and demand.dtype is torch.bfloat16 and (divisor % DEPTH or not native.has_matrix_units()):
-        return f"computes chunks in bfloat16 on CPUs with matrix units (AMX), of widths that are multiples of {DEPTH}"
+    if demand.chunk and demand.dtype is torch.bfloat16 and (divisor % DEPTH or not native.bf16_unit()):
+        return (
+            f"computes chunks in bfloat16 on CPUs with avx512_bf16, of widths that are multiples of {DEPTH}"
+        )
     return ""
 
 

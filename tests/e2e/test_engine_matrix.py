@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from benchmarks import engine_matrix as matrix
-from benchmarks.engine_matrix import Cell, Load, Shape, geometric_mean, main, started
+from benchmarks.engine_matrix import (
+    Cell,
+    Load,
+    Shape,
+    geometric_mean,
+    main,
+    requests_of,
+    started,
+    unmeasured,
+)
 from benchmarks.engine_process import tree_seconds
 from harness.workers import PeerError
 
@@ -31,7 +40,11 @@ SMALL = Shape(
     },  # more than a tick of 10 ms
 )
 VLLM = """\
-import os, time
+import os, sys, time
+from types import ModuleType
+sys.modules["torch"] = ModuleType("torch")
+sys.modules["torch"].cpu = ModuleType("cpu")
+sys.modules["torch"].cpu._is_amx_tile_supported = lambda: False
 class SamplingParams:
     def __init__(self, **values): self.values = values
 class LLM:
@@ -63,6 +76,7 @@ def peer(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix, "SHAPES", {"small": SMALL})
     monkeypatch.setattr(matrix, "DTYPES", ("float32",))
     monkeypatch.setattr(matrix, "THREADS", (1,))
+    monkeypatch.setattr(matrix, "cpu_flags", lambda: {"avx2"})
     return python, log
 
 
@@ -89,7 +103,8 @@ def test_our_engine_is_compared_in_a_process_of_its_own(peer, tmp_path):
     assert main([*_words(peer[0], out)[:-1], "1"]) == 1  # the made-up engine's tokens differ in float32
     decode = json.loads(out.read_text())["groups"]["small float32 1t"]["decode"]
     assert decode["equal"] == {"eager": 0, "compiled": 0}
-    assert decode["seconds"]["pagetwin"][0] > 0
+    assert min(decode["seconds"]["pagetwin"][0]) > 0
+    assert "attention" in decode["kernels"]["pagetwin"]
 
 
 def test_a_group_has_rounds_of_every_engine_and_is_not_run_again(peer, without_ours, tmp_path, capsys):
@@ -102,12 +117,14 @@ def test_a_group_has_rounds_of_every_engine_and_is_not_run_again(peer, without_o
         "eager": 2,
         "compiled": 2,
     }
-    assert group["decode"]["equal"] == {"eager": 8, "compiled": 8}
+    assert group["decode"]["equal"] == {"eager": 16, "compiled": 16}  # of two rounds
     asked = log.read_text().splitlines()
     assert asked[1:3] == ["start eager=True threads=1", "start eager=False threads=1"]
     assert len(asked) == 3 + 3 * 2 * 3  # three engines, two workloads, a warm-up and two rounds
-    assert "4 of 4 cells: geometric mean" in capsys.readouterr().out
-    assert "small float32 1t prefill compiled" in out.with_suffix(".txt").read_text()
+    assert "4 cells: geometric mean" in capsys.readouterr().out
+    table = out.with_suffix(".txt").read_text()
+    assert "small float32 1t prefill compiled" in table
+    assert "eager attention without amx" in table
     main(_words(python, out))
     assert len(log.read_text().splitlines()) == len(asked)
 
@@ -139,13 +156,43 @@ def test_an_interpreter_without_vllm_is_refused(tmp_path, capsys):
 
 def test_a_group_that_does_not_exist_is_refused(peer, tmp_path, capsys):
     assert main(_words(peer[0], tmp_path / "matrix.json", "--only", "int8")) == 2
-    assert "there are small float32 1t" in capsys.readouterr().err
+    assert "groups: small float32 1t" in capsys.readouterr().err
+
+
+def test_only_the_cells_that_are_asked_for_run_and_others_are_added_later(peer, without_ours, tmp_path):
+    python, log = peer
+    out = tmp_path / "matrix.json"
+    main(_words(python, out, "--only", "eager", "prefill"))
+    assert list(json.loads(out.read_text())["groups"]["small float32 1t"]) == ["prefill"]
+    assert "eager=False" not in log.read_text()
+    main(_words(python, out))
+    group = json.loads(out.read_text())["groups"]["small float32 1t"]
+    assert {load: len(found["equal"]) for load, found in group.items()} == {"prefill": 2, "decode": 2}
+
+
+@pytest.mark.parametrize(
+    ("flags", "groups", "expected"),
+    [
+        (["avx2"], ["a"], ["AMX", "avx512_bf16", "AVX-512 but not avx512_bf16"]),
+        (["avx2", "avx512f", "avx512_bf16"], ["a"], ["AMX", "AVX-512 but not avx512_bf16", "AVX2 alone"]),
+        (["amx_bf16"], ["a no-amx"], ["AMX", "AVX-512 but not avx512_bf16", "AVX2 alone"]),
+    ],
+)
+def test_a_kind_of_cpu_that_was_not_measured_is_named(flags, groups, expected):
+    kinds = ["Intel CPUs", "Arm CPUs", *(f"CPUs with {kind}" for kind in expected)]
+    assert unmeasured("AMD EPYC", flags, groups) == ", ".join(kinds)
+
+
+def test_requests_that_share_a_beginning_differ_behind_it():
+    prompts, _ = requests_of(Load(3, (4, 4), (1, 1), shared=10), 1000, 0)
+    assert len({tuple(prompt[:10]) for prompt in prompts}) == 1
+    assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
 def test_the_ratio_is_of_median_rounds_and_the_spread_of_single_ones():
-    cell = Cell("a", 10, [1.0, 2.0, 4.0], [2.0, 2.0, 2.0], 1, 1)
+    cell = Cell("a", 10, [[0, 1.0], [0, 2.0], [0, 4.0]], [[0, 2.0]] * 3, 1, 1)
     assert (cell.ratio, cell.spread) == (1.0, (0.5, 2.0))
-    faster = cell._replace(vllm_s=[8.0, 8.0, 8.0])
+    faster = cell._replace(vllm=[[0, 8.0]] * 3)
     assert geometric_mean([cell, faster]) == pytest.approx(2.0)
 
 
@@ -159,9 +206,9 @@ def test_the_processes_of_an_engine_end_with_it(peer, tmp_path):
         f"open({str(child)!r}, 'w').write(str(child.pid))\n"
     )
     library.write_text(library.read_text() + spawn)
-    settings = {"engine": "vllm", "threads": 1, "model": "", "dtype": "float32"}
+    settings = {"engine": "vllm", "threads": 1, "model": "", "dtype": "float32", "amx": True}
     settings |= {"options": {"enforce_eager": True}}
-    with started(str(python), settings) as engine, pytest.raises(PeerError, match="KeyError: 'outputs'"):
+    with started(str(python), settings) as (engine, _), pytest.raises(PeerError, match="KeyError: 'outputs'"):
         engine.ask({"prompts": []})
     pid = int(child.read_text())
     for _ in range(100):  # a killed process stays until its new parent has read its status

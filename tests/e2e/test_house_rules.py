@@ -146,3 +146,45 @@ def test_actions_of_ci_are_named_by_commit() -> None:
     used = re.findall(r"uses: (\S+)", "".join(file.read_text() for file in (ROOT / ".github").rglob("*.yml")))
     assert used
     assert [name for name in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", name)] == []
+
+
+def _private_names(tree: ast.Module) -> Iterator[str]:
+    """Private names that a file takes from an object or a module: `x._name`, `from a._b import _c`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (node.module or "").split(".")
+            yield from (alias.name for alias in node.names)
+
+
+def _own_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+
+
+def test_one_file_alone_touches_private_names_of_torch_and_transformers() -> None:
+    own = {name for tree in shipped().values() for name in _own_names(tree)}
+    # of argparse, namedtuple, seaborn, os, omegaconf and Triton
+    others = {
+        "_SubParsersAction",
+        "_asdict",
+        "_replace",
+        "_fields",
+        "_make",
+        "_colorbar_info",
+        "_exit",
+        "_get_node",
+        "_runtime",
+    }
+    touching = {
+        file
+        for file, tree in shipped().items()
+        for name in _private_names(tree)
+        if re.match(r"_[a-zA-Z]", name) and name not in own | others
+    }
+    assert touching == {"kernels/paged_kernels/private.py"}

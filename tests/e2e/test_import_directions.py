@@ -31,7 +31,7 @@ UNITS = """
     engine.core
 
     paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.launch_policy
-        paged_kernels.native paged_kernels.backends
+        paged_kernels.private paged_kernels.native paged_kernels.backends
         paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch paged_kernels.triton
         paged_kernels.attention paged_kernels.cache_ops
     paged_kernels

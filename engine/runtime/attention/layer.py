@@ -34,6 +34,7 @@ from engine.runtime.group_pool import CacheTensors, GroupView
 from paged_kernels import Scoring, Workspace
 from paged_kernels.attention import SHORT_QUERIES
 from paged_kernels.memory import storable
+from paged_kernels.private import attention_of
 from paged_kernels.scoring import causal_window
 from paged_kernels.torch import cache as torch_cache
 
@@ -95,7 +96,7 @@ def use_paged_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(IMPLEMENTATION)
     finally:
         logging.set_verbosity(level)
-    if model.config._attn_implementation != IMPLEMENTATION:
+    if attention_of(model) != IMPLEMENTATION:
         raise ModelError(
             f"model {name}: the attention of {model.config.model_type} cannot be replaced: "
             "transformers does not route it through its attention interface"

@@ -28,6 +28,7 @@ import torch
 
 from engine.runtime.kv_pool import host_memory
 from paged_kernels.native import c_function, why_unavailable
+from paged_kernels.private import has_packed_products, packed_product
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -48,7 +49,6 @@ _PROBE_WEIGHT, _PROBE_ROWS, _PROBE_ROUNDS = (2816, 512), (64, 256), 7
 _WINS = 1.25  # by so much oneDNN must be faster at all of these rows: so a busy machine finds what an idle one finds
 _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
-_DTYPES = (torch.float32, torch.bfloat16)
 _NORM_FUNCTIONS = {torch.float32: "rms_norm_f32", torch.bfloat16: "rms_norm_bf16"}
 _SILU_MUL_FUNCTIONS = {torch.float32: "silu_mul_f32", torch.bfloat16: "silu_mul_bf16"}
 _VECTOR = 16  # LANES of the C files
@@ -68,9 +68,7 @@ def can_pack(model: Any) -> bool:
 def packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of this data type on this CPU: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if not has_onednn or dtype not in _DTYPES:
-        return False
-    return dtype is torch.float32 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return has_onednn and has_packed_products(dtype)
 
 
 def is_small(model: Any) -> bool:
@@ -156,10 +154,8 @@ def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
     """The linear function in oneDNN of a packed copy of a weight."""
-    with torch.no_grad():  # a copy in the order that oneDNN's matrix product reads
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _BATCH)
-    run = torch.ops.mkldnn._linear_pointwise.default
-    return lambda x: unpad_rows(run(pad_rows(x), packed, bias, "none", [], ""), x)
+    run = packed_product(weight, _BATCH)
+    return lambda x: unpad_rows(run(pad_rows(x), bias), x)
 
 
 def _free_bytes() -> int:

@@ -25,6 +25,7 @@ from engine.runtime.group_pool import StateShape, StateView, new_ends, state_byt
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.models.probe import ShapeProbe, longest_sequence, probe_layers, run_flat, said
 from paged_kernels import Workspace
+from paged_kernels.private import attention_of, new_model
 
 HEADS, HEAD_DIM = 4, 16
 WINDOW = 5  # tokens of a sliding window or chunk in the copy
@@ -109,7 +110,7 @@ def small_copy(model: Any, *, head_dim: int = HEAD_DIM) -> Any:
     config = small_config(model.config, head_dim=head_dim)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        copy = type(model)._from_config(config, dtype=torch.float32, attn_implementation="eager")
+        copy = new_model(type(model), config)
         with torch.no_grad():
             for parameter in copy.parameters():
                 if parameter.dim() == 1:  # norms, biases and sinks are all alike in a new model
@@ -237,7 +238,7 @@ def _verdict(model: Any) -> ArchitectureVerdict:
         if key not in _verdicts:
             _verdicts[key] = _difference(copy, expected)
         return _verdicts[key]
-    paged = model.config._attn_implementation  # no small copy can be built: the model itself is compared
+    paged = attention_of(model)  # no small copy can be built: the model itself is compared
     model.set_attn_implementation("eager")
     try:
         expected = _native(model)

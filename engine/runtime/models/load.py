@@ -24,6 +24,7 @@ from engine.runtime.models.spec import ModelSpec, check_config, check_model, con
 from engine.runtime.options import KVDtype
 from paged_kernels import Workspace
 from paged_kernels.backends import Demand
+from paged_kernels.private import attention_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
 def wrap_model(model: Any, *, name: str) -> LoadedModel:
     """Put a causal language model of transformers on paged KV. Raises ModelError, and the model stays as it was."""
     model.eval()
-    original = model.config._attn_implementation
+    original = attention_of(model)
     try:
         return _on_paged_kv(model, name, original)
     except Exception as error:

@@ -14,6 +14,7 @@ import torch
 from engine.runtime.attention.layer import IMPLEMENTATION, LayerCall, expand, latent_layers, latents
 from engine.runtime.errors import ModelError
 from engine.runtime.kv_pool import LayerShape
+from paged_kernels.private import forget_masks
 
 # keywords that layers may send beside q, k, v and the paged kernels' arguments; they do not change the attention
 _IGNORED_KEYWORDS = frozenset(
@@ -240,4 +241,4 @@ def _masks_by(probe: MaskProbe) -> Iterator[MaskProbe]:
     try:
         yield probe
     finally:
-        AttentionMaskInterface._global_mapping.pop(IMPLEMENTATION)
+        forget_masks(IMPLEMENTATION)

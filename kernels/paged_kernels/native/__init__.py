@@ -5,7 +5,8 @@ norm, the gate of an MLP and the rotation of q and k, and the best token of each
 
 The C files of this folder become a library for this machine's processor. It is compiled once and kept in the user's
 cache folder (`~/.cache/pagetwin/native`). The file name holds a digest of the sources, the compiler and the processor.
-`PAGETWIN_NATIVE=0` switches all compiled kernels off.
+`PAGETWIN_NATIVE=0` switches all compiled kernels off. They keep to `ONEDNN_MAX_CPU_ISA` as oneDNN itself does, so one
+variable leaves AMX out of the whole engine (`AVX512_CORE_BF16`), or all of AVX-512 (`AVX2`).
 """
 
 import ctypes
@@ -24,6 +25,14 @@ from typing import Any
 _HERE = Path(__file__).parent
 _FLAGS = ("-O3", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-shared", "-fPIC")
 _TIMEOUT_S = 120
+_MOST = "ONEDNN_MAX_CPU_ISA"  # environment variable of oneDNN: the instructions that it may use
+_NO_AMX = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+_LESS = {
+    **dict.fromkeys(("AVX512_CORE_FP16", "AVX512_CORE_BF16"), _NO_AMX),
+    **dict.fromkeys(("AVX512_CORE_VNNI", "AVX512_CORE"), (*_NO_AMX, "-mno-avx512bf16")),
+    **dict.fromkeys(("AVX2_VNNI_2", "AVX2_VNNI", "AVX2"), (*_NO_AMX, "-mno-avx512f")),
+    **dict.fromkeys(("AVX", "SSE41"), (*_NO_AMX, "-mno-avx2")),
+}
 SWITCH = "PAGETWIN_NATIVE"  # environment variable: 0 switches the compiled kernels off
 
 
@@ -57,17 +66,17 @@ def why_unavailable() -> str:
     return found if isinstance(found, str) else ""
 
 
-def has_matrix_units() -> bool:
-    """Whether there are compiled kernels with prefill in bfloat16: on CPUs with AMX, where Linux allows its use."""
-    found = load_library()
-    return not isinstance(found, str) and _allowed(found)
-
-
 @cache
-def _allowed(found: ctypes.CDLL) -> bool:
-    ask = found.prefill_bf16_runs
-    ask.argtypes, ask.restype = [], ctypes.c_int64
-    return bool(ask())
+def bf16_unit() -> str:
+    """What multiplies in prefill in bfloat16: `amx`, `avx512_bf16`, or nothing (""): torch computes it.
+
+    The matrix units of AMX only where Linux allows their use.
+    """
+    found = load_library()
+    if isinstance(found, str):
+        return ""
+    found.prefill_bf16_by.argtypes, found.prefill_bf16_by.restype = [], ctypes.c_int64
+    return ("", "avx512_bf16", "amx")[found.prefill_bf16_by()]
 
 
 @cache
@@ -95,11 +104,11 @@ def _compiler() -> list[str]:
 
 def compile_command(sources: list[Path], target: Path) -> list[str]:
     """The command that compiles C files into the library `target` as ours are. Raises NativeUnavailableError."""
-    return _command(_compiler(), sources, target)
+    return [*_compiler(), *_flags(), *map(str, sources), "-o", str(target), "-lm"]
 
 
-def _command(compiler: list[str], sources: list[Path], target: Path) -> list[str]:
-    return [*compiler, *_FLAGS, *map(str, sources), "-o", str(target), "-lm"]
+def _flags() -> tuple[str, ...]:
+    return (*_FLAGS, *_LESS.get(os.environ.get(_MOST, "").upper(), ()))
 
 
 def _loaded(compiler: list[str]) -> ctypes.CDLL | str:
@@ -109,26 +118,26 @@ def _loaded(compiler: list[str]) -> ctypes.CDLL | str:
         if target.exists():
             with suppress(OSError):  # an incomplete file is compiled again below
                 return ctypes.CDLL(str(target))
-        _compile(compiler, target)
+        _compile(target)
         return ctypes.CDLL(str(target))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home folder
         message = getattr(error, "stderr", None) or str(error)
         return f"{shlex.join(compiler)} made no library: {message.strip()[:500]}"
 
 
-def _compile(compiler: list[str], target: Path) -> None:
+def _compile(target: Path) -> None:
     """Compile to a temporary file and rename it, so that no other process loads an incomplete library."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built = Path(folder) / target.name
-        command = _command(compiler, sorted(_HERE.glob("*.c")), built)
+        command = compile_command(sorted(_HERE.glob("*.c")), built)
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_TIMEOUT_S)
         built.replace(target)
 
 
 def _digest(compiler: list[str]) -> str:
     """A digest of the sources, the compiler and the processor, because machines may share a home directory."""
-    digest = hashlib.sha256(" ".join((*compiler, *_FLAGS, platform.machine(), _processor())).encode())
+    digest = hashlib.sha256(" ".join((*compiler, *_flags(), platform.machine(), _processor())).encode())
     for source in sorted((*_HERE.glob("*.c"), *_HERE.glob("*.h"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

@@ -15,12 +15,12 @@ import torch
 
 from paged_kernels.launch_policy import IntArray
 from paged_kernels.memory import Workspace
-from paged_kernels.native import c_function
+from paged_kernels.native import bf16_unit, c_function
 from paged_kernels.scoring import Scoring
 
 _TILE = 16  # TILE of the C files
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
-_PREFILL_FUNCTIONS = {torch.float32: "prefill_f32", torch.bfloat16: "prefill_bf16"}
+_PREFILL_BF16 = {"amx": "prefill_bf16_amx", "avx512_bf16": "prefill_bf16"}
 # ROWS and KEYS of the C files
 _QUERIES, _KEYS = {torch.float32: 8, torch.bfloat16: 32}, {torch.float32: 64, torch.bfloat16: 128}
 
@@ -167,7 +167,8 @@ def run_prefill(
     cuts = [heads * number // threads for number in range(threads + 1)]
     floats = prefill_scratch(q.dtype, dk, dv, length)
     scratch = workspace.take("native_prefill", floats * threads, q, torch.float32)
-    run = c_function(_PREFILL_FUNCTIONS[q.dtype], "ppppiiiiiiiiiifpp")
+    name = "prefill_f32" if q.dtype is torch.float32 else _PREFILL_BF16[bf16_unit()]
+    run = c_function(name, "ppppiiiiiiiiiifpp")
     pointers = [tensor.data_ptr() for tensor in (q, keys, values, blocks)]
     shape = (block, heads, kv_heads, dk, dv, scoring.window)
     scale = scoring.scale * scoring.k_scale

@@ -1,4 +1,4 @@
-/* Attention of a prompt's chunk over paged KV on a CPU, in float32. In bfloat16 torch is faster: it has matrix units.
+/* Attention of a prompt's chunk over paged KV on a CPU, in float32. In bfloat16: prefill_bf16.c.
  *
  * Keys and values of one KV head are copied out of the pool once, keys in blocks of KEYS with the width first, so that
  * the scores of ROWS queries and 2 * LANES keys are sums that stay in registers. The softmax is the online softmax of

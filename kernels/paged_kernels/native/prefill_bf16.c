@@ -1,28 +1,19 @@
-/* Attention of a prompt's chunk over paged KV in bfloat16, on CPUs with matrix units (AMX). Sums are in float32.
+/* Attention of a prompt's chunk over paged KV in bfloat16, on CPUs with AVX512_BF16. Sums are in float32.
  *
- * Keys and values of one KV head are copied out of the pool once, into tiles of 1 KB as the unit multiplies them: keys
- * in pairs along the width, values in pairs of tokens. The softmax is the online softmax of FlashAttention. Only keys
+ * Products are made by matrix units (AMX) where there are any, else by dot products of pairs (vdpbf16ps). Keys and
+ * values of one KV head are copied out of the pool once, into tiles of 1 KB as both multiply them: keys in pairs along
+ * the width, values in pairs of tokens. The softmax is the online softmax of FlashAttention. Only keys
  * that some query of the chunk may see are read: none before the first window, none after the last query. */
 #include <stdint.h>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
 #include <math.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 enum { ROWS = 32, KEYS = 128, LANES = 16, DEPTH = 32 }; /* queries and keys of a block; lanes, and depth, of a tile */
 enum { TILE = LANES * DEPTH };                          /* bfloat16 numbers of a tile */
-#define BARRIER __asm__ volatile("" ::: "memory") /* gcc does not know that loads of tiles read memory */
-enum { PERMISSION_ASKED = 0x1022, PERMISSION_ASK = 0x1023, TILE_DATA = 18 }; /* of Linux: asm/prctl.h */
-
-/* Whether this process may use the matrix unit. Linux must be asked once. */
-int64_t prefill_bf16_runs(void) {
-    uint64_t allowed = 0;
-    if (syscall(SYS_arch_prctl, PERMISSION_ASKED, &allowed) == 0 && allowed >> TILE_DATA & 1) return 1;
-    return syscall(SYS_arch_prctl, PERMISSION_ASK, TILE_DATA) == 0;
-}
+enum { SOME = 8 };                                      /* rows whose sums stay in registers without the unit */
 
 __attribute__((always_inline)) static inline void copy_head(
     const uint16_t *keys, const uint16_t *values, const int64_t *table, int64_t first, int64_t count, int64_t block,
@@ -53,9 +44,78 @@ __attribute__((always_inline)) static inline void copy_head(
     }
 }
 
-/* Scores of ROWS queries [ROWS, dk] and `count` keys, a multiple of 2 * LANES, into score [ROWS, KEYS]. */
+static inline __m512bh pair_of(const uint16_t *both) {
+    int32_t bits;
+    memcpy(&bits, both, 4);
+    return (__m512bh)_mm512_set1_epi32(bits);
+}
+
+/* Scores of `rows` queries [ROWS, dk], rounded up to SOME, and `count` keys, a multiple of 2 * LANES, into score
+ * [ROWS, KEYS]. */
 __attribute__((always_inline)) static inline void add_scores(
-    const uint16_t *query, const uint16_t *turned, int count, const int dk, float *score) {
+    const uint16_t *query, const uint16_t *turned, int rows, int count, const int dk, float *score) {
+    for (int t = 0; t < count; t += 2 * LANES)
+        for (int r = 0; r < rows; r += SOME) {
+            const uint16_t *low = turned + t * dk, *high = low + LANES * dk;
+            __m512 dot[SOME][2];
+            for (int j = 0; j < SOME; j++) dot[j][0] = dot[j][1] = _mm512_setzero_ps();
+            for (int i = 0; i < dk; i += 2) {
+                const __m512bh one = (__m512bh)_mm512_loadu_si512(low + i * LANES);
+                const __m512bh other = (__m512bh)_mm512_loadu_si512(high + i * LANES);
+                for (int j = 0; j < SOME; j++) {
+                    const __m512bh mine = pair_of(query + (r + j) * dk + i);
+                    dot[j][0] = _mm512_dpbf16_ps(dot[j][0], one, mine);
+                    dot[j][1] = _mm512_dpbf16_ps(dot[j][1], other, mine);
+                }
+            }
+            for (int j = 0; j < SOME; j++)
+                for (int half = 0; half < 2; half++)
+                    _mm512_storeu_ps(score + (r + j) * KEYS + t + half * LANES, dot[j][half]);
+        }
+}
+
+/* Adds the values of `count` keys, a multiple of DEPTH, weighted, to the sums [ROWS, dv] of `rows` rows. */
+__attribute__((always_inline)) static inline void add_values(
+    const uint16_t *chance, const uint16_t *paired, int rows, int count, const int dv, float *sums) {
+    for (int i = 0; i < dv; i += 2 * LANES)
+        for (int r = 0; r < rows; r += SOME) {
+            __m512 kept[SOME][2];
+            for (int j = 0; j < SOME; j++)
+                for (int half = 0; half < 2; half++)
+                    kept[j][half] = _mm512_loadu_ps(sums + (r + j) * dv + i + half * LANES);
+            for (int t = 0; t < count; t += 2) {
+                const uint16_t *row = paired + (t / DEPTH * (dv / LANES) + i / LANES) * TILE + t % DEPTH * LANES;
+                const __m512bh one = (__m512bh)_mm512_loadu_si512(row);
+                const __m512bh other = (__m512bh)_mm512_loadu_si512(row + TILE);
+                for (int j = 0; j < SOME; j++) {
+                    const __m512bh mine = pair_of(chance + (r + j) * KEYS + t);
+                    kept[j][0] = _mm512_dpbf16_ps(kept[j][0], one, mine);
+                    kept[j][1] = _mm512_dpbf16_ps(kept[j][1], other, mine);
+                }
+            }
+            for (int j = 0; j < SOME; j++)
+                for (int half = 0; half < 2; half++)
+                    _mm512_storeu_ps(sums + (r + j) * dv + i + half * LANES, kept[j][half]);
+        }
+}
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#define BARRIER __asm__ volatile("" ::: "memory") /* gcc does not know that loads of tiles read memory */
+enum { PERMISSION_ASKED = 0x1022, PERMISSION_ASK = 0x1023, TILE_DATA = 18 }; /* of Linux: asm/prctl.h */
+
+/* Whether this process may use the matrix unit. Linux must be asked once. */
+static int has_unit(void) {
+    uint64_t allowed = 0;
+    if (syscall(SYS_arch_prctl, PERMISSION_ASKED, &allowed) == 0 && allowed >> TILE_DATA & 1) return 1;
+    return syscall(SYS_arch_prctl, PERMISSION_ASK, TILE_DATA) == 0;
+}
+
+/* The two above by the unit, which computes all ROWS rows at once. */
+__attribute__((always_inline)) static inline void add_scores_amx(
+    const uint16_t *query, const uint16_t *turned, int rows, int count, const int dk, float *score) {
     BARRIER;
     const int apart = dk / DEPTH * TILE; /* between the tiles of LANES keys and of the next ones */
     for (int t = 0; t < count; t += 2 * LANES) {
@@ -71,9 +131,8 @@ __attribute__((always_inline)) static inline void add_scores(
     }
 }
 
-/* Adds the values of `count` keys, a multiple of DEPTH, weighted, to the sums [ROWS, dv]. */
-__attribute__((always_inline)) static inline void add_values(
-    const uint16_t *chance, const uint16_t *paired, int count, const int dv, float *sums) {
+__attribute__((always_inline)) static inline void add_values_amx(
+    const uint16_t *chance, const uint16_t *paired, int rows, int count, const int dv, float *sums) {
     BARRIER;
     for (int i = 0; i < dv; i += 2 * LANES) {
         float *low = sums + i, *high = sums + LANES * dv + i;
@@ -89,6 +148,10 @@ __attribute__((always_inline)) static inline void add_values(
         _tile_stored(2, high, 4 * dv); _tile_stored(3, high + LANES, 4 * dv);
     }
 }
+#else
+#define add_scores_amx add_scores
+#define add_values_amx add_values
+#endif
 
 /* 2 to the power of x; x is at most 0, or NaN. Taylor series of 2^f for -1/2 <= f <= 1/2: exact to 3e-6. */
 static inline __m512 power_of_two(__m512 x) {
@@ -138,7 +201,7 @@ __attribute__((always_inline)) static inline void one_row(
 }
 
 __attribute__((always_inline)) static inline void one_head(
-    const uint16_t *q, const uint16_t *turned, const uint16_t *paired, int64_t queries, int64_t seen, int64_t heads,
+    const int unit, const uint16_t *q, const uint16_t *turned, const uint16_t *paired, int64_t queries, int64_t seen, int64_t heads,
     int64_t head, const int dk, const int dv, int64_t window, float scale, uint16_t *out, float *scratch) {
     float *sums = scratch, *score = sums + ROWS * dv;
     uint16_t *chance = (uint16_t *)(score + ROWS * KEYS), *query = chance + ROWS * KEYS;
@@ -156,7 +219,7 @@ __attribute__((always_inline)) static inline void one_head(
         const int64_t low = window && oldest > window ? oldest - window : 0;
         for (int64_t at = low / KEYS * KEYS; at < end; at += KEYS) {
             const int wanted = end - at < KEYS ? (int)(end - at) : KEYS, count = (wanted + DEPTH - 1) / DEPTH * DEPTH;
-            add_scores(query, turned + at * dk, count, dk, score);
+            (unit ? add_scores_amx : add_scores)(query, turned + at * dk, rows, count, dk, score);
             for (int r = 0; r < rows; r++) {
                 const int64_t high = oldest + r - at, first = window && high + at > window ? high - window : 0;
                 const int from = first > 0 ? (int)(first < KEYS ? first : KEYS) : 0;
@@ -166,7 +229,7 @@ __attribute__((always_inline)) static inline void one_head(
                     one_row(score + r * KEYS, chance + r * KEYS, from, to, count, scale, dv, sums + r * dv, top + r,
                             total + r);
             }
-            add_values(chance, paired + at * dv, count, dv, sums);
+            (unit ? add_values_amx : add_values)(chance, paired + at * dv, rows, count, dv, sums);
         }
         for (int r = 0; r < rows; r++)
             for (int i = 0; i < dv; i += LANES) {
@@ -176,35 +239,61 @@ __attribute__((always_inline)) static inline void one_head(
     }
 }
 
-/* Query heads `from` to `to - 1` of a chunk: q [queries, heads, dk] are the last of `length` tokens, out
- * [queries, heads, dv]. dk and dv are multiples of 32. Window 0 means no window. scratch holds
- * ROWS * (dk / 2 + dv + KEYS + KEYS / 2) floats, and (dk + dv) / 2 floats for each key that is seen, their number
- * rounded up to KEYS. The unit's configuration of the caller is kept. */
-void prefill_bf16(const uint16_t *q, const uint16_t *keys, const uint16_t *values, const int64_t *table,
-          int64_t queries, int64_t length, int64_t from, int64_t to, int64_t block, int64_t heads, int64_t kv_heads,
-          int64_t dk, int64_t dv, int64_t window, float scale, uint16_t *out, float *scratch) {
+__attribute__((always_inline)) static inline void prefill(
+    const int unit, const uint16_t *q, const uint16_t *keys, const uint16_t *values, const int64_t *table,
+    int64_t queries, int64_t length, int64_t from, int64_t to, int64_t block, int64_t heads, int64_t kv_heads,
+    int64_t dk, int64_t dv, int64_t window, float scale, uint16_t *out, float *scratch) {
     const int64_t oldest = length - queries + 1, first = window && oldest > window ? oldest - window : 0;
     const int64_t seen = length - first, padded = (seen + KEYS - 1) / KEYS * KEYS, group = heads / kv_heads;
     uint16_t *turned = (uint16_t *)(scratch + ROWS * (dk / 2 + dv + KEYS + KEYS / 2)), *paired = turned + padded * dk;
-    struct { uint8_t palette, row, rest[14]; uint16_t bytes[16]; uint8_t rows[16]; } own = {.palette = 1}, before;
-    for (int i = 0; i < 8; i++) own.bytes[i] = 64, own.rows[i] = LANES;
-    _tile_storeconfig(&before);
-    _tile_loadconfig(&own);
     for (int64_t h = from; h < to; h++) {
-#define HEAD(k, v)                                                                                            \
-    {                                                                                                         \
-        if (h == from || h % group == 0)                                                                      \
-            copy_head(keys, values, table, first, seen, block, kv_heads, h / group, k, v, turned, paired);    \
-        one_head(q, turned, paired, queries, seen, heads, h, k, v, window, scale * 1.44269504f, out, scratch); \
+#define HEAD(k, v)                                                                                             \
+    {                                                                                                          \
+        if (h == from || h % group == 0)                                                                       \
+            copy_head(keys, values, table, first, seen, block, kv_heads, h / group, k, v, turned, paired);     \
+        one_head(unit, q, turned, paired, queries, seen, heads, h, k, v, window, scale * 1.44269504f, out, scratch); \
     }
         if (dk == 64 && dv == 64) HEAD(64, 64) /* constant sizes let the compiler unroll the loops */
         else if (dk == 128 && dv == 128) HEAD(128, 128)
         else HEAD((int)dk, (int)dv)
 #undef HEAD
     }
+}
+
+/* Query heads `from` to `to - 1` of a chunk: q [queries, heads, dk] are the last of `length` tokens, out
+ * [queries, heads, dv]. dk and dv are multiples of 32. Window 0 means no window. scratch holds
+ * ROWS * (dk / 2 + dv + KEYS + KEYS / 2) floats, and (dk + dv) / 2 floats for each key that is seen, their number
+ * rounded up to KEYS. */
+void prefill_bf16(const uint16_t *q, const uint16_t *keys, const uint16_t *values, const int64_t *table,
+          int64_t queries, int64_t length, int64_t from, int64_t to, int64_t block, int64_t heads, int64_t kv_heads,
+          int64_t dk, int64_t dv, int64_t window, float scale, uint16_t *out, float *scratch) {
+    prefill(0, q, keys, values, table, queries, length, from, to, block, heads, kv_heads, dk, dv, window, scale, out,
+            scratch);
+}
+
+#if defined(__AMX_BF16__) && defined(__linux__)
+/* The same by the unit. The caller's configuration of it is kept. */
+void prefill_bf16_amx(const uint16_t *q, const uint16_t *keys, const uint16_t *values, const int64_t *table,
+          int64_t queries, int64_t length, int64_t from, int64_t to, int64_t block, int64_t heads, int64_t kv_heads,
+          int64_t dk, int64_t dv, int64_t window, float scale, uint16_t *out, float *scratch) {
+    struct { uint8_t palette, row, rest[14]; uint16_t bytes[16]; uint8_t rows[16]; } own = {.palette = 1}, before;
+    for (int i = 0; i < 8; i++) own.bytes[i] = 64, own.rows[i] = LANES;
+    _tile_storeconfig(&before);
+    _tile_loadconfig(&own);
+    prefill(1, q, keys, values, table, queries, length, from, to, block, heads, kv_heads, dk, dv, window, scale, out,
+            scratch);
     if (before.palette) _tile_loadconfig(&before);
     else _tile_release();
 }
+#endif
+
+/* What multiplies here: 2 the matrix unit, 1 dot products of pairs. */
+int64_t prefill_bf16_by(void) {
+#if defined(__AMX_BF16__) && defined(__linux__)
+    if (has_unit()) return 2;
+#endif
+    return 1;
+}
 #else
-int64_t prefill_bf16_runs(void) { return 0; }
+int64_t prefill_bf16_by(void) { return 0; }
 #endif

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
+from paged_kernels.private import why_no_cpp_compiler
 from paged_kernels.providers.case import (
     Case,
     Everywhere,
@@ -154,13 +155,7 @@ class FlexAttention(Everywhere):
         """It is part of torch since 2.5; on the CPU it compiles with the machine's C++ compiler."""
         if device.type == "cuda" or not self.compiled:
             return None
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        try:
-            get_cpp_compiler()
-        except Exception as error:
-            return f"finds no C++ compiler: {error}"
-        return None
+        return why_no_cpp_compiler()
 
     def prepare(self, case: Case) -> Run:
         """Turn tables into a block mask over a copy of the cache without NaN, and compile."""

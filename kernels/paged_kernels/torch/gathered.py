@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from paged_kernels.memory import Workspace, storable
+from paged_kernels.private import flash_with_lse
 from paged_kernels.scoring import Scoring
 
 
@@ -56,8 +57,7 @@ def gives_lse(k: torch.Tensor, v: torch.Tensor) -> bool:
 
     torch's public call does not, its CPU kernel does, for K and V of one width.
     """
-    has_kernel = hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu")
-    return has_kernel and k.device.type == "cpu" and k.shape[-1] == v.shape[-1]
+    return flash_with_lse is not None and k.device.type == "cpu" and k.shape[-1] == v.shape[-1]
 
 
 def fused_attention(
@@ -75,8 +75,7 @@ def fused_attention(
     """
     scale, sums = scoring.scale * scoring.k_scale, None
     if lse:
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        result, sums = flash(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+        result, sums = flash_with_lse(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     else:
         result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return (result if scoring.v_scale == 1 else result * scoring.v_scale), sums

@@ -157,7 +157,7 @@ def test_chunks_of_16_bits_are_priced_by_what_the_engine_runs(
 
     if compiling.why_unavailable():
         pytest.skip("no C compiler: the engine runs torch")
-    monkeypatch.setattr(compiling, "has_matrix_units", lambda: has_units)
+    monkeypatch.setattr(compiling, "bf16_unit", lambda: "amx" * has_units)
     both = {"dtype": "bf16", "queries": 16, "batch": 1, "context": 64}
     chunks = [row(us=1.0 if one == expected else 1e6, provider=one, **both) for one in ("paged", "native")]
     kernels = write(tmp_path, [*rows(provider="native", dtype="bf16"), *chunks])

@@ -10,7 +10,7 @@ from tiers import cases
 
 from paged_kernels import native as compiling
 from paged_kernels.backends import Demand, unserved_by_native
-from paged_kernels.native import NativeUnavailableError, library, why_unavailable
+from paged_kernels.native import NativeUnavailableError, attention, library, why_unavailable
 
 compiled = pytest.mark.usefixtures("compiled_kernels")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -239,11 +239,16 @@ CHUNKS = [(5, 5), (70, 70), (1, 64), (64, 64), (3, 140), (66, 131)]  # queries, 
 MATRIX_SHAPES = [*SHAPES[:4], (6, 2, 32, 96), (7, 1, 96, 64)]  # of prefill in bfloat16: multiples of 32
 
 
-@pytest.fixture
-def matrix_units():
-    q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
-    if why_unavailable() or unserved_by_native(Demand.of(q, keys, values)._replace(chunk=True)):
-        pytest.skip("no compiled kernels, or no matrix units (AMX)")
+@pytest.fixture(params=["amx", "avx512_bf16"])
+def bf16_unit(request, monkeypatch):
+    """What multiplies in prefill in bfloat16: each that this CPU has."""
+    use_unit(request.param, monkeypatch)
+
+
+def use_unit(name, monkeypatch):
+    if compiling.bf16_unit() not in ("amx", name):  # a CPU with AMX has the other too
+        pytest.skip(f"no compiled kernels, or no {name}")
+    monkeypatch.setattr(attention, "bf16_unit", lambda: name)
 
 
 @compiled
@@ -261,7 +266,7 @@ def test_prefill_equals_attention_in_float64_under_poison(shape, window):
 
 @cases("shape", MATRIX_SHAPES, day=(MATRIX_SHAPES[2], MATRIX_SHAPES[5]))
 @cases("window", [0, 1, 21, 150], day=(0, 21))
-def test_prefill_in_bfloat16_equals_attention_in_float64_under_poison(shape, window, matrix_units):
+def test_prefill_in_bfloat16_equals_attention_in_float64_under_poison(shape, window, bf16_unit):
     from paged_kernels import Scoring
 
     for block_size in (1, 16, 5):
@@ -271,7 +276,7 @@ def test_prefill_in_bfloat16_equals_attention_in_float64_under_poison(shape, win
         assert torch.allclose(found.double(), expected, atol=1e-2, rtol=1e-2)
 
 
-def test_prefill_in_bfloat16_is_as_exact_as_torchs(matrix_units):
+def test_prefill_in_bfloat16_is_as_exact_as_torchs(bf16_unit):
     from engine.runtime.attention.metadata import TorchMetadata
     from paged_kernels import Scoring, Workspace
 
@@ -296,19 +301,20 @@ def test_prefill_in_bfloat16_of_widths_that_fill_no_tile_is_left_to_torch(dims):
     assert torch.equal(attended(q, keys, values, layout, Scoring(0.1)), expected)
 
 
-def test_without_matrix_units_torch_prefills_in_bfloat16(monkeypatch):
-    monkeypatch.setattr(compiling, "has_matrix_units", lambda: False)
+def test_without_avx512_bf16_torch_prefills_in_bfloat16(monkeypatch):
+    monkeypatch.setattr(compiling, "bf16_unit", lambda: "")
     q, keys, values, _ = chunks(SHAPES[0], 16, [(2, 2)], torch.bfloat16)
-    assert "matrix units" in unserved_by_native(Demand.of(q, keys, values)._replace(chunk=True))
+    assert "avx512_bf16" in unserved_by_native(Demand.of(q, keys, values)._replace(chunk=True))
 
 
 @compiled
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole(dtype, request):
+@pytest.mark.parametrize("unit", ["", "amx", "avx512_bf16"])
+def test_a_prompt_in_pieces_gives_the_same_numbers_as_whole(unit, monkeypatch):
     from paged_kernels import Scoring
 
-    if dtype is torch.bfloat16:
-        request.getfixturevalue("matrix_units")
+    dtype = torch.bfloat16 if unit else torch.float32
+    if unit:
+        use_unit(unit, monkeypatch)
     q, keys, values, layout = chunks(SHAPES[0], 16, [(140, 140)], dtype)
     whole = attended(q, keys, values, layout, Scoring(0.1))
     (row,) = layout.prefills
