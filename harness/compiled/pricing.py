@@ -214,8 +214,8 @@ def roofline(state: ReplayState) -> tuple[float, float]:
         dense = max(dense, weights_s)
     seconds = dense + attention_s + features[AT.copied_slots] * copy_s + host_s
     if reduce_s or link_s:
-        gather = features[AT.sampled_rows] * gather_s
-        seconds = seconds + (features[AT.tokens] * link_s + gather + reduce_s)
+        reduces = min(features[AT.tokens] * link_s, features[AT.tokens] * rates[23] + rates[24])
+        seconds = seconds + (reduces + features[AT.sampled_rows] * gather_s + reduce_s)
     seconds = seconds + (features[AT.swapped_slots] * swap_s + features[AT.swapped_blocks] * transfer_s)
     if rates[17]:
         seconds = seconds + draft_seconds(state)

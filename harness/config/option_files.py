@@ -46,7 +46,7 @@ _ASSUMED: Mapping[str, Mapping[str, float | None]] = {
         "activation_gb": None,
         "other_memory_gb": 0.16,
         "link_gbs": 32.0,
-        "link_efficiency": 0.6,
+        "link_efficiency": 0.3,
         "host_link_gbs": 32.0,
         "host_link_latency_us": 2.0,
     }

@@ -251,7 +251,8 @@ def compiled(setup: TableSetup) -> Handle:
             "moe_ep_size": setup.parallel if experts and setup.expert_parallel else 1,
             "gemm_quant_mode": setup.weights,
             "moe_quant_mode": setup.expert_weights if experts else None,
-            "kvcache_quant_mode": setup.kv,
+            "kvcache_quant_mode": setup.kv or (_SIXTEEN if _is_latent(setup) else None),
+            "fmha_quant_mode": _SIXTEEN if _prompts_in_sixteen_bits(setup) else None,
         }
         try:
             handle: Handle = EngineHandle.compile(model, system, str(setup.engine), **options)
@@ -267,11 +268,28 @@ def compiled(setup: TableSetup) -> Handle:
 def _has_experts(setup: TableSetup) -> bool:
     if setup.shape is not None:
         return setup.shape.experts is not None
-    assert setup.checkpoint is not None
-    facts = json.loads((Path(setup.checkpoint) / "config.json").read_text(encoding="utf-8"))
-    facts = {**facts, **facts.get("text_config", {})}
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-    return any(facts.get(name) not in (None, 0, 1) for name in names)
+    return any(_facts(setup).get(name) not in (None, 0, 1) for name in names)
+
+
+_SIXTEEN = "bfloat16"
+
+
+def _is_latent(setup: TableSetup) -> bool:
+    """Whether attention is latent. Engines keep its KV in the model's type; the package takes 8 bits if unasked."""
+    return setup.shape is None and "kv_lora_rank" in _facts(setup)
+
+
+def _prompts_in_sixteen_bits(setup: TableSetup) -> bool:
+    """Whether latent attention of prompts has prices in bfloat16 alone: all but vLLM's with KV of 8 bits."""
+    return _is_latent(setup) and (setup.engine is not TableEngine.vllm or setup.kv is None)
+
+
+def _facts(setup: TableSetup) -> dict[str, Any]:
+    """The config.json of a checkpoint, with that of its text model."""
+    assert setup.checkpoint is not None
+    facts: dict[str, Any] = json.loads((Path(setup.checkpoint) / "config.json").read_text(encoding="utf-8"))
+    return {**facts, **facts.get("text_config", {})}
 
 
 def checkpoint_config(shape: ModelShape) -> dict[str, Any]:
@@ -418,6 +436,7 @@ def described(setup: TableSetup) -> dict[str, Any]:
         "system": system_of(setup.device),
         "engine": str(setup.engine),
         "decode attention": INTERPOLATION,
+        **({"attention of prompts": _SIXTEEN} if _prompts_in_sixteen_bits(setup) else {}),
         "not priced": "block size: the tables have the page size that was timed, at any block size",
         "operators": {
             step: {name: kind for name, ms, _, kind in operators if ms} for step, operators in steps.items()

@@ -36,7 +36,7 @@ def test_a_device_comes_from_a_file(tmp_path: Path) -> None:
 def test_a_device_of_datasheet_figures_alone_has_the_assumptions_of_the_presets(tmp_path: Path) -> None:
     mine, preset = composed(f"device={written(tmp_path, CARD)}").device, composed("device=h200").device
     assumed = ("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us")
-    shares = ("bandwidth_efficiency", "kv_efficiency", "compute_efficiency", "attention_efficiency")
+    shares = ("kv_efficiency", "compute_efficiency", "attention_efficiency")
     for name in (*assumed, *shares, "activation_gb", "other_memory_gb"):
         assert getattr(mine, name) == getattr(preset, name), name
 

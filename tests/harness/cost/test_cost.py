@@ -346,6 +346,18 @@ def test_an_all_reduce_reaches_a_share_of_the_link_and_the_bound_all_of_it() -> 
     assert seconds[2] < seconds[1]
 
 
+def test_an_all_reduce_of_few_tokens_takes_one_round_and_that_of_many_takes_two() -> None:
+    device = DeviceShape("four", 1e12, 1e15, 0.0, 0.0, parallel=4, link_bandwidth=100e9, link_latency_s=5e-6)
+    reduces, token_bytes = 2 * LLAMA_8B.layers, 2 * LLAMA_8B.hidden
+    features = np.zeros((2, len(FEATURES)))
+    features[:, AT.tokens] = 1, 2048
+    free = replace(device, link_bandwidth=1e30, link_latency_s=0.0)
+    with_links, without = (price_table(RooflineCost(LLAMA_8B, each), features)[0] for each in (device, free))
+    links, fixed = with_links - without, (reduces + 1) * 5e-6
+    assert links[0] == pytest.approx(fixed + reduces * 3 * token_bytes / 100e9)
+    assert links[1] == pytest.approx(fixed + reduces * (5e-6 + 1.5 * 2048 * token_bytes / 100e9))
+
+
 def test_scatter_of_small_attention_does_not_raise_large_attention() -> None:
     features = np.zeros((400, len(FEATURES)))
     step, kv = (AT.step, AT.decode_kv)

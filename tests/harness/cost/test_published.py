@@ -1,21 +1,25 @@
 """The cost model of measured operators, against tables whose prices are known formulas."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, RunConfig
+from harness.config.schema import CostKind, RunConfig, TableEngine
 from harness.cost.model_shape import Experts, ModelShape
 from harness.cost.published import (
     VERSION,
     Limits,
     PerOp,
     PublishedCost,
+    TableSetup,
     check_package,
     checkpoint_config,
     compiled,
@@ -202,6 +206,39 @@ def test_another_version_of_the_tables_is_refused(monkeypatch: pytest.MonkeyPatc
     _installed(monkeypatch, "0.13.0")
     with pytest.raises(ConfigError, match=r"checked with aiconfigurator-core 0\.12\.0 alone, found 0\.13\.0"):
         check_package()
+
+
+@pytest.mark.parametrize(
+    ("engine", "kv", "asked"),
+    [
+        (TableEngine.sglang, None, ("bfloat16", "bfloat16")),
+        (TableEngine.trtllm, "fp8", ("fp8", "bfloat16")),
+        (TableEngine.vllm, "fp8", ("fp8", None)),
+    ],
+)
+def test_latent_attention_has_the_kv_of_the_engine_and_prompts_as_they_were_timed(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: TableEngine,
+    kv: str | None,
+    asked: tuple[str | None, str | None],
+) -> None:
+    (tmp_path / "config.json").write_text('{"kv_lora_rank": 512}')
+    options: dict[str, object] = {}
+
+    class Handle:
+        decode_step_per_op = staticmethod(lambda *_: [])
+        run_static_per_op = staticmethod(lambda **_: ([], []))
+
+        @classmethod
+        def compile(cls, *_: object, **given: object) -> type["Handle"]:
+            options.update(given)
+            return cls
+
+    _installed(monkeypatch, VERSION)
+    monkeypatch.setitem(sys.modules, "aiconfigurator_core.sdk.engine", SimpleNamespace(EngineHandle=Handle))
+    compiled(TableSetup("h200", engine, 8, True, str(tmp_path), None, kv=kv))
+    assert (options["kvcache_quant_mode"], options["fmha_quant_mode"]) == asked
 
 
 def test_a_device_without_tables_is_refused_by_name() -> None:
