@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.runtime.options import Audit
 from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
-from harness.cost.fitted import FittedCost, fit_cost, held_out_error
+from harness.cost.fitted import FittedCost, fit_cost, held_out_error, spread_of_repeats
 from harness.cost.table import TableCost
 from harness.measure.cases import HELD_OUT, Budget, design
 from harness.measure.pace import Stability, is_steady, pace_of_runs, stability_of
@@ -135,6 +135,7 @@ def full_calibration(
         "started": begun.isoformat(timespec="seconds"),
         "seconds": budget.spent_s,
         "stability": stability.section(),
+        **({"repeatability": spread_of_repeats(passes.levels)} if passes.levels else {}),
     }
     fitted = _fitted(deployment, timed, held_out, pace, facts)
     table = measured_table(fitted, grids) if grids else None

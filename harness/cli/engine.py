@@ -293,6 +293,10 @@ def _print_errors(found: "Calibration") -> None:
     say(f"fitted to {facts['steps_fitted']:,} steps; error on steps held out:")
     for part, errors in source.heldout.items():
         say(f"  {part:10} {_errors(errors)}")
+    if "repeatability" in facts:
+        say(
+            f"its passes repeat the level of all steps within ±{165 * facts['repeatability']:.1f} % (nine of ten)"
+        )
     say("free-running error on held-out workloads (spread of repeats):")
     for workload, metrics in source.validation.items():
         say(f"  {workload:32} {_metrics(metrics)}")

@@ -5,6 +5,7 @@ the first are fitted; else the fastest run is. For the table model attention is 
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -104,6 +105,19 @@ class Passes:
         self._probe = probe_s(deployment)
         self.probes = [] if reference else [self._probe]
         self._kept: dict[CalibrationCase, TimedCase] = {}
+        self._levels: defaultdict[int, dict[CalibrationCase, float]] = defaultdict(dict)
+
+    @property
+    def levels(self) -> list[float]:
+        """Seconds of the cases that every pass has, of each pass but the first over their mean: passes are spread over
+        the calibration's time, so that they tell how well it would repeat itself."""
+        passes = [found for number, found in sorted(self._levels.items()) if 0 < number < MOST_PASSES]
+        shared = [case for case in self._kept if all(case in one for one in passes)]
+        if not shared or len(passes) < 2:
+            return []
+        seconds = np.array([[one[case] for case in shared] for one in passes])
+        levels: list[float] = (seconds / seconds.mean(axis=0)).mean(axis=1).tolist()
+        return levels
 
     def measure(self) -> list[TimedCase]:
         """The runs to fit of every case for which there was time; the first few cases always run."""
@@ -132,6 +146,7 @@ class Passes:
         self._probe = probe_s(self._deployment)
         self.probes.append(pace_of_runs([run]).ratio if self._reference else self._probe)
         found = TimedCase(case, (run,), (before + self._probe) / 2)
+        self._levels[number][case] = found.seconds / found.probe_s
         if known is not None and self._reference:
             found = replace(found, runs=(*known.runs, run) if number > 1 else (run,))
         elif known is not None:

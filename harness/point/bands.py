@@ -11,11 +11,11 @@ figures' spread is the band. Where the constants may lie is known from
   by 2 % of a step for each doubling. `unseen` says what it is. Or else
 * the ranges of what a device's description assumes (`harness.cost.roofline.ASSUMED`).
 
-A device without either (the CPU at hand, whose prices are measured) has no band, and none is said where seconds come
-from tables or a calibration, which other constants would not change.
+Seconds of a calibration have the error that it found on workloads held out and its own repeatability
+(`CostSource.spread`) instead of other constants. Seconds of tables alone have no band.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import exp, log, sqrt
 from typing import Any
@@ -26,10 +26,13 @@ from scipy import stats
 from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DeviceConfig, EngineDevice
+from harness.cost.fitted import FittedCost
 from harness.cost.roofline import ASSUMED, ASSUMED_FRONT_END
 from harness.cost.seen import NOT_KEPT, seen_of
+from harness.cost.table import TableCost
 from harness.metrics.log import Column, FloatArray
 from harness.point.cost import cost_model, resolve_cost_kind
+from harness.replay.cost_model import PacedCost
 from harness.replay.features import FeatureMeter
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
@@ -38,6 +41,7 @@ from traces.trace import Trace
 
 DRAWS = 12
 COVERS = 0.9  # of measured values
+_USEFUL = 4.0  # times the lower end: half to twice a figure
 # Of a logarithm: what repeats of a run on one GPU differ by, and what any form of a step leaves.
 _REPEATS = {"tpot": 0.006, "ttft": 0.012}
 _OTHER_REPEATS = 0.01
@@ -64,6 +68,12 @@ class Band:
         """Whether a value lies in it, the ends included."""
         return self.low <= value <= self.high
 
+    def words(self, show: Callable[[float], str]) -> str:
+        """Both ends as `show` gives them; a band that is too wide to be of use has no upper one."""
+        if self.high > _USEFUL * self.low:
+            return f"at least {show(self.low)}, not bounded above"
+        return f"{show(self.low)} to {show(self.high)}"
+
     def shares(self, value: float) -> tuple[float, float]:
         """Both ends as signed shares of `value`: (-0.05, 0.06) is from 5 % below to 6 % above it."""
         return self.low / value - 1, self.high / value - 1
@@ -76,13 +86,20 @@ def bands_of(
 
     `metrics` are those of the point itself, which is simulated `DRAWS` times more; with its `steps` the band is wider
     where they are larger than the fit of the device has seen (`unseen` says so in words). Empty where nothing is known
-    of how far the device's constants may be wrong.
+    of how far the device's constants, or its calibration, may be wrong.
 
     Raises:
         ConfigError: `device.fits` or `device.seen` cannot be read.
     """
-    others = possible(point, beyond(point, steps))
-    drawn = [predict(other, cost_model(other.deployment), rows=False).metrics for other in others]
+    cost = cost_model(point.deployment)
+    spread = cost.source.spread if isinstance(cost, FittedCost | TableCost) else None
+    if spread is None:
+        others = [(one, cost_model(one.deployment)) for one in possible(point, beyond(point, steps))]
+    else:
+        chances = np.exp(spread * stats.norm.ppf((np.arange(DRAWS) + 0.5) / DRAWS))
+        traces = [point.of_trace(jittered(point.trace, number)) for number in range(DRAWS)]
+        others = [(one, PacedCost(cost, float(chance))) for one, chance in zip(traces, chances, strict=True)]
+    drawn = [predict(one, price, rows=False).metrics for one, price in others]
     return bands(metrics, drawn, point.deployment.device)
 
 
@@ -128,7 +145,9 @@ def bands(
 def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
     family = name.partition("_")[0]
     left = [device.ttft_spread if family == "ttft" else 0.0]
-    if device.fits is None:
+    if (
+        device.fits is None and device.name != EngineDevice.cpu.value
+    ):  # the draws of a calibration have its errors
         left += [_DESCRIBED, device.step_spread]
     if device.fits is None or family != "tpot":  # the steps that a fit's draws simulate have their repeats
         left.append(_REPEATS.get(family, _OTHER_REPEATS))

@@ -309,6 +309,11 @@ def _assumed(record: PointRecord) -> Iterable[str]:
     fitted = record.setting("device.fitted_from")
     if new := record.cost.get("provenance", {}).get(NEW):
         yield f"{new[0].upper()}{new[1:]}. For another model or a larger load the figures may be far off."
+    if repeats := record.cost.get("provenance", {}).get("repeatability"):
+        yield (
+            f"Calibrations like this one differ by up to ±{165 * repeats:.1f} % in the level of all steps (nine of "
+            "ten), as its own passes show: an error below that may be chance, alike in all points."
+        )
     if fitted and missing and "cache.pool_blocks" not in chosen:
         yield (
             f"The device was fitted to {fitted}, but its file has no settings of that engine: {', '.join(missing)} are "

@@ -107,7 +107,7 @@ def _cells(one: WhatIf) -> list[str]:
             continue
         said = "within its band" if one.changes else "same"
         if one.shows(name):
-            said = signed(factor) + (f"; {signed(band.low)} to {signed(band.high)}" if band else "; no band")
+            said = f"{signed(factor)}; {band.words(signed) if band else 'no band'}"
         cells.append(f"{_shown(name, value)} ({said})")
     return cells
 
@@ -138,7 +138,7 @@ def _band(twin: Twin, name: str) -> str:
     if band is None:
         return "not known"
     outside = "" if band.holds(twin.measured[name]) else "; the measured value lies outside"
-    return f"{_shown(name, band.low)} to {_shown(name, band.high)}{outside}"
+    return band.words(lambda value: _shown(name, value)) + outside
 
 
 def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:

@@ -32,9 +32,9 @@ def errors_by_part(prediction: PredictedRun, log: EngineLog, places: IntArray) -
 
 
 def band_lines(found: Mapping[str, Band], values: Mapping[str, float]) -> list[str]:
-    """The bands in sentences, as shares of the predicted values."""
-    return [
-        f"{name}: from {100 * low:+.1f} to {100 * high:+.1f} % of what is predicted for this load"
-        for name, band in found.items()
-        for low, high in [band.shares(values[name])]
-    ]
+    """The bands in sentences, as changes of the predicted values."""
+
+    def line(name: str) -> str:
+        return found[name].words(lambda end: f"{100 * (end / values[name] - 1):+.1f} %")
+
+    return [f"{name}: {line(name)} of what is predicted for this load" for name in found]

