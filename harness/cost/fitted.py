@@ -127,4 +127,4 @@ def spread_of_repeats(values: Sequence[float]) -> float:
     if count < 2:
         return 0.0
     known = float(np.std(np.log(values), ddof=1)) * (1 + 1 / count) ** 0.5
-    return known * float(stats.t.ppf(0.95, count - 1) / stats.norm.ppf(0.95))
+    return float(known * stats.t.ppf(0.95, count - 1) / stats.norm.ppf(0.95))

@@ -74,6 +74,10 @@ class Band:
             return f"at least {show(self.low)}, not bounded above"
         return f"{show(self.low)} to {show(self.high)}"
 
+    def changes(self, value: float) -> str:
+        """Both ends in words, as changes of `value`."""
+        return self.words(lambda end: f"{100 * (end / value - 1):+.1f} %")
+
     def shares(self, value: float) -> tuple[float, float]:
         """Both ends as signed shares of `value`: (-0.05, 0.06) is from 5 % below to 6 % above it."""
         return self.low / value - 1, self.high / value - 1

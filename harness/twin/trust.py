@@ -33,8 +33,7 @@ def errors_by_part(prediction: PredictedRun, log: EngineLog, places: IntArray) -
 
 def band_lines(found: Mapping[str, Band], values: Mapping[str, float]) -> list[str]:
     """The bands in sentences, as changes of the predicted values."""
-
-    def line(name: str) -> str:
-        return found[name].words(lambda end: f"{100 * (end / values[name] - 1):+.1f} %")
-
-    return [f"{name}: {line(name)} of what is predicted for this load" for name in found]
+    return [
+        f"{name}: {band.changes(values[name])} of what is predicted for this load"
+        for name, band in found.items()
+    ]

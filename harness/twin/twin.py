@@ -117,8 +117,7 @@ def band_words(twin: Twin) -> str:
     shown = []
     for name, label in (("tpot_p50", "TPOT"), ("ttft_p50", "TTFT")):
         if name in twin.bands:
-            said = twin.bands[name].words(lambda end, own=ours[name]: f"{100 * (end / own - 1):+.0f} %")
-            shown.append(f"{said} of the predicted median {label}")
+            shown.append(f"{twin.bands[name].changes(ours[name])} of the predicted median {label}")
     if not shown:
         return ""
     known = {name: twin.measured[name] for name in twin.bands if np.isfinite(twin.measured[name])}
