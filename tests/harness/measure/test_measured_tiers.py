@@ -1,6 +1,7 @@
 """Measured points with a host tier: as predicted, and with copies that are slower than computing."""
 
 import json
+import sys
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -65,9 +66,8 @@ def test_a_tier_is_predicted_as_well_as_the_same_point_without_one(
         (found, noise), (control, beside) = error(record, metric), alone[setting(record)]
         apart.append((1 + found) / (1 + control) - 1)
         with capsys.disabled():
-            print(
-                f"\n{record['label']}: {metric} {found:+.1%} ± {noise:.1%}, without a tier {control:+.1%}",
-                end="",
+            sys.stdout.write(
+                f"\n{record['label']}: {metric} {found:+.1%} ± {noise:.1%}, without a tier {control:+.1%}"
             )
         assert abs(apart[-1]) <= 0.08 + noise + beside, record["label"]
     assert abs(median(apart)) <= 0.04
