@@ -319,14 +319,14 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.tier_tokens",
         lambda a: a.cache.tier_tokens or None,
-        {Way.groups: "tiers hold blocks of one block table",
+        {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
          Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
          Way.client: _UNKNOWN},
     ),
     Capability(
         "cache.disk_tokens",
         lambda a: _if(a.cache.tier_tokens > 0, a.cache.disk_tokens or None),
-        {Way.measured: "the engine has host memory alone below its pool"},
+        {Way.measured: "files are read from the system's memory again, so no disk would be timed; use measure=false"},
     ),
     Capability(
         "cache.answers",

@@ -112,9 +112,10 @@ def normalise(config: RunConfig) -> RunConfig:
         )
     if not cache.prefix_caching:
         cache = with_values(cache, eviction=plain.eviction, answers=False)
-    if cache.eviction != Eviction.ttl:
+    rules = cache.eviction, cache.tier_eviction
+    if Eviction.ttl not in rules:
         cache = with_values(cache, ttl_s=plain.ttl_s)
-    if cache.eviction != Eviction.pinned:
+    if Eviction.pinned not in rules:
         cache = with_values(cache, pinned_tokens=plain.pinned_tokens)
     if not cache.prefix_caching:
         cache = with_values(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)

@@ -12,6 +12,7 @@ of both directions among those of swapped blocks, and the step waits for them.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import NamedTuple
 
 from engine.core.errors import CoreError, InvariantError
@@ -33,6 +34,14 @@ class TierSpec:
     latency_s: float = 0.0
 
 
+class Unit(NamedTuple):
+    """What a rule of eviction is told of a unit: its place in its prefix, in units, and whose it was last."""
+
+    key: BlockHash
+    place: int
+    request: Request | None
+
+
 class Tier:
     """Content by key, the hash of a unit's last block. `policy` says which unit leaves a full tier."""
 
@@ -43,10 +52,14 @@ class Tier:
         self.written = self.read = self.evicted = 0  # units
         self._policy = policy
         self.slots: dict[BlockHash, int] = {}  # of what is here
-        self._key: list[BlockHash | None] = []
+        self._units: list[Unit | None] = []  # by slot
         self._free: list[int] = []
         self._reading: dict[int, bool] = {}  # slots that the step under way reads: whether they are evicted
-        policy.facts.num_blocks, policy.facts.hash_of = spec.units, self._key.__getitem__
+        policy.facts.num_blocks, policy.facts.hash_of = spec.units, self._key
+
+    def _key(self, slot: int) -> BlockHash | None:
+        unit = self._units[slot]
+        return None if unit is None else unit.key
 
     def __contains__(self, key: BlockHash) -> bool:
         return key in self.slots
@@ -63,44 +76,56 @@ class Tier:
         self._free += (slot for slot, evicted in self._reading.items() if evicted)
         self._reading.clear()
 
-    def touch(self, keys: Iterable[BlockHash], request: Request | None) -> None:
-        """The units of `keys`, in the order of a prefix, are of use again, as far as they are here."""
-        slots = [self.slots[key] for key in keys if key in self.slots]
+    def touch(self, units: Iterable[Unit]) -> None:
+        """The units, in the order of a prefix, are of use again, as far as they are here."""
+        here = [unit for unit in units if unit.key in self.slots]
+        slots = [self.slots[unit.key] for unit in here]
         self._policy.reuse(slots, slots)
-        self._policy.push(slots, Released(slots, 0, request))
+        self._push(slots, here)
 
-    def store(self, keys: Sequence[BlockHash], request: Request | None) -> list[BlockHash]:
-        """Keep the units of `keys`, in the order of a prefix, as many as fit; returns those evicted for them.
+    def store(self, units: Sequence[Unit]) -> list[Unit]:
+        """Keep the units, in the order of a prefix, as many as fit; returns those evicted for them.
 
         Units that are here already are of use again, and not written.
         """
-        keys = list(dict.fromkeys(keys))[: self.spec.units]
-        known = [self.slots[key] for key in keys if key in self.slots]
+        units = list({unit.key: unit for unit in units}.values())[: self.spec.units]
+        known = [self.slots[unit.key] for unit in units if unit.key in self.slots]
         self._policy.reuse(known, known)
         room = self.spec.units - len(self.slots)
-        lost = self._evict(max(0, len(keys) - len(known) - room))
-        slots = [self.slots[key] if key in self.slots else self._enter(key) for key in keys]
-        self._policy.push(slots, Released(slots, 0, request))
+        lost = self._evict(max(0, len(units) - len(known) - room))
+        slots = [self.slots[unit.key] if unit.key in self.slots else self._enter(unit) for unit in units]
+        self._push(slots, units)
         return lost
 
-    def _enter(self, key: BlockHash) -> int:
+    def _push(self, slots: Sequence[int], units: Sequence[Unit]) -> None:
+        """Tell the rule: units of one request without a gap at once, and of several such runs the last one first."""
+        end = len(units)
+        for start in range(end - 1, -1, -1):
+            self._units[slots[start]] = unit = units[start]
+            before = units[start - 1] if start else None
+            if before is None or (before.place + 1, before.request) != unit[1:]:
+                self._policy.push(slots[start:end], Released(slots[start:end], unit.place, unit.request))
+                end = start
+
+    def _enter(self, unit: Unit) -> int:
         if self._free:
             slot = self._free.pop()
-            self._key[slot] = key
+            self._units[slot] = unit
         else:
-            slot = len(self._key)
-            self._key.append(key)
-        self.slots[key] = slot
+            slot = len(self._units)
+            self._units.append(unit)
+        self.slots[unit.key] = slot
         self.written += 1
         return slot
 
-    def _evict(self, count: int) -> list[BlockHash]:
-        lost: list[BlockHash] = []
+    def _evict(self, count: int) -> list[Unit]:
+        lost: list[Unit] = []
         for slot in self._policy.pop(count):
-            key = self._key[slot]
-            del self.slots[key]
-            lost.append(key)
-            self._key[slot] = None
+            unit = self._units[slot]
+            assert unit is not None, "a unit that can be evicted is here"
+            del self.slots[unit.key]
+            lost.append(unit)
+            self._units[slot] = None
             if slot in self._reading:
                 self._reading[slot] = True
             else:
@@ -114,7 +139,7 @@ class Tier:
 
     def check(self) -> None:
         """Raise InvariantError unless keys, slots, the order of eviction and the counters agree."""
-        stored = {slot: key for slot, key in enumerate(self._key) if key is not None}
+        stored = {slot: unit.key for slot, unit in enumerate(self._units) if unit is not None}
         if stored != {slot: key for key, slot in self.slots.items()}:
             raise InvariantError(f"tier {self.spec.name}: keys and slots do not agree")
         if sorted(self._policy.blocks()) != sorted(stored) or len(self._policy) != len(stored):
@@ -122,7 +147,7 @@ class Tier:
                 f"tier {self.spec.name}: the order of eviction has other units than the tier"
             )
         unused = len(self._free) + sum(self._reading.values())
-        if len(stored) + unused != len(self._key) or len(stored) > self.spec.units:
+        if len(stored) + unused != len(self._units) or len(stored) > self.spec.units:
             raise InvariantError(f"tier {self.spec.name}: {len(stored)} units of {self.spec.units}")
         if self.written - self.evicted != len(stored):
             raise InvariantError(f"tier {self.spec.name}: {self.written} written, {self.evicted} evicted")
@@ -227,9 +252,10 @@ class Tiers:
             return 0
         return (self.tiers[0].spec.units + self._copies.spare) * self.chunk
 
-    def _units(self, keys: Sequence[BlockHash], first: int = 0) -> Sequence[BlockHash]:
-        """The keys of the whole units of a prefix, from unit number `first` on."""
-        return keys[(first + 1) * self.chunk - 1 :: self.chunk]
+    def _units(self, keys: Sequence[BlockHash], request: Request) -> list[Unit]:
+        """The whole units of a prefix."""
+        last = range(self.chunk - 1, len(keys), self.chunk)
+        return [Unit(keys[block], place, request) for place, block in enumerate(last)]
 
     def _place(self, key: BlockHash) -> int | None:
         """The first tier that has a unit."""
@@ -303,7 +329,7 @@ class Tiers:
         if hit.parts:
             self.counts.saved_s += self._computing_s(len(hit.pool), hit.loaded)
         for tier in self.tiers:
-            tier.touch(self._units(hit.keys), request)
+            tier.touch(self._units(hit.keys, request))
         blocks = take()
         if self._copies is not None:
             self._copies.bring(hosts.values(), [blocks[place] for place in hosts])
@@ -324,14 +350,14 @@ class Tiers:
     def released(self, hashes: Sequence[BlockHash], blocks: Sequence[int], request: Request) -> None:
         """A table with these leading cached blocks, and their hashes, is about to be released."""
         if self._store is TierStore.written:
-            self._write(self._units(hashes), blocks, request)
+            self._write(self._units(hashes, request), blocks)
 
-    def spilled(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
-        """The pool evicts `blocks` with these hashes, in this order."""
+    def spilled(self, units: Sequence[Unit], blocks: Sequence[int]) -> None:
+        """The pool evicts `blocks`, which hold these units, in this order."""
         if self._store is TierStore.evicted:
-            self._write(hashes[::-1], blocks[::-1], None)
+            self._write(units[::-1], blocks[::-1])
 
-    def _write(self, keys: Sequence[BlockHash], blocks: Sequence[int], request: Request | None) -> None:
+    def _write(self, units: Sequence[Unit], blocks: Sequence[int]) -> None:
         """Store units in the first tier, and in each next one what the one before it has evicted.
 
         `blocks` are those of the pool, for each unit as many as a chunk has.
@@ -340,21 +366,21 @@ class Tiers:
         fresh = (
             []
             if self._copies is None
-            else [(place, key) for place, key in enumerate(keys) if key not in first]
+            else [(place, unit.key) for place, unit in enumerate(units) if unit.key not in first]
         )
-        self._store_units(keys, request)
+        self._store_units(units)
         for place, key in fresh:
             if self._copies is not None and key in first:
                 self._copies.save(first.slots[key], blocks[place * size : (place + 1) * size])
 
-    def _store_units(self, keys: Sequence[BlockHash], request: Request | None) -> None:
+    def _store_units(self, units: Sequence[Unit]) -> None:
         for tier in self.tiers:
-            if not keys:
+            if not units:
                 return
             before = tier.written
-            keys = tier.store(keys, request)[::-1]
-            units = tier.written - before
-            self.counts.write_s += units * (tier.spec.latency_s + self.chunk * tier.spec.write_s)
+            units = tier.store(units)[::-1]
+            written = tier.written - before
+            self.counts.write_s += written * (tier.spec.latency_s + self.chunk * tier.spec.write_s)
 
     def drain_loads(self) -> Loads:
         """What was read since the last call, for the step that is being planned."""
@@ -388,16 +414,25 @@ class SpillingQueue(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy, tiers: Tiers) -> None:
         self.facts, self.reads_clock = policy.facts, policy.reads_clock
         self._policy, self._tiers = policy, tiers
-        self.push, self.reuse, self.forget, self.blocks = (  # type: ignore[method-assign]
-            *(policy.push, policy.reuse, policy.forget, policy.blocks),
+        self._told: dict[
+            int, tuple[int, Request | None]
+        ] = {}  # of a cached block: its place, and its last request
+        self.reuse, self.forget, self.blocks = (  # type: ignore[method-assign]
+            *(policy.reuse, policy.forget, policy.blocks),
         )
 
     def __len__(self) -> int:
         return len(self._policy)
 
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        """Note what a tier is told of the blocks when they leave."""
+        self._told.update(zip(blocks, zip(table.places(blocks), repeat(table.request)), strict=True))
+        self._policy.push(blocks, table)
+
     def pop(self, count: int) -> list[int]:
         """Evict, and tell."""
         victims = self._policy.pop(count)
-        known = [(key, block) for block in victims if (key := self.facts.hash_of(block)) is not None]
-        self._tiers.spilled([key for key, _ in known], [block for _, block in known])
+        keys = map(self.facts.hash_of, victims)
+        units = [Unit(key, *self._told[block]) for key, block in zip(keys, victims, strict=True)]
+        self._tiers.spilled(units, victims)
         return victims

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from harness.config.checks import check_config
-from harness.config.compose import compose_config
+from harness.config.compose import compose_config, normalise
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.metrics.compute import compute_metrics
@@ -110,6 +110,15 @@ def test_each_replica_has_a_tier_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
     for name in ("host_hit_tokens", "host_read_bytes", "host_written_bytes", "tier_load_s", "tier_saved_s"):
         assert together[name] == pytest.approx(alone[name]), name
         assert together[name] > 0
+
+
+@pytest.mark.parametrize("rule", ["ttl", "pinned"])
+def test_a_rule_of_the_tiers_has_its_settings(rule: str) -> None:
+    """Also where the pool has another rule."""
+    words = ("cache.tier_tokens=8000", f"cache.tier_eviction={rule}", "cache.ttl_s=5", "cache.pinned_tokens=64")
+    cache = normalise(config(*words)).cache
+    assert {"ttl": cache.ttl_s, "pinned": cache.pinned_tokens}[rule] == {"ttl": 5, "pinned": 64}[rule]
+    assert normalise(config(*words[1:])).cache.ttl_s == RunConfig().cache.ttl_s
 
 
 @pytest.mark.parametrize(

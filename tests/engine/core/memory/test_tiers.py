@@ -225,6 +225,42 @@ def test_chunks_beside_evicted_blocks_are_refused() -> None:
         tiered(8, (4,), chunk=2, store=TierStore.evicted)
 
 
+class Told(LruQueue):
+    """Notes whose blocks it is told to keep, and where they stood."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = list[tuple[Any, int, Request | None]]()
+
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        keys = map(self.facts.hash_of, blocks)
+        self.told += zip(keys, table.places(blocks), [table.request] * len(blocks), strict=True)
+        super().push(blocks, table)
+
+
+@pytest.mark.parametrize(
+    ("store", "chunk"), [(TierStore.written, 1), (TierStore.written, 2), (TierStore.evicted, 1)]
+)
+def test_a_rule_of_a_tier_is_told_whose_a_unit_was_and_where_it_stood(store: TierStore, chunk: int) -> None:
+    """When blocks are evicted, and when they come down from the tier above, too."""
+    draw, texts, rules = random.Random(5), dict[Any, tuple[int, set[int]]](), [Told(), Told()]
+    specs = [TierSpec("host", 9), TierSpec("disk", 30)]
+    policy = LruQueue()
+    tiers = Tiers([*map(Tier, specs, rules)], policy.facts, store=store, chunk=chunk)
+    scheduler = Scheduler(PagedManager(26, SIZE, eviction=policy, tiers=tiers), SchedulerLimits(1 << 20, 8))
+    for rid, asked in enumerate(chats(draw, 80)):
+        request = submit(scheduler, rid, asked)
+        assert request.identity is not None
+        for block, key in enumerate(request.identity.prompt_hashes(SIZE)):
+            texts.setdefault(key, (block // chunk, set()))[1].add(rid)
+        run(scheduler)
+    for rule in rules:
+        known = [(key, place, owner) for key, place, owner in rule.told if key in texts]
+        assert len(known) > 100
+        assert all(place == texts[key][0] for key, place, _ in known)
+        assert all(owner is not None and owner.request_id in texts[key][1] for key, _, owner in known)
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "wrong"),
     [
@@ -245,14 +281,14 @@ def test_a_copy_that_is_left_out_or_overwritten_is_noticed(
 
 
 def lose_what_is_written(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    return lambda tier, keys, request: real(tier, keys[:-1], request)
+    return lambda tier, units: real(tier, units[:-1])
 
 
 def keep_what_is_evicted(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
     def evict(tier: Tier, count: int) -> list[Any]:
         before = dict(tier.slots)
         lost = real(tier, count)
-        tier.slots.update({key: before[key] for key in lost[:1]})
+        tier.slots.update({unit.key: before[unit.key] for unit in lost[:1]})
         return lost
 
     return evict
@@ -263,15 +299,15 @@ def never_evict(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
 
 
 def uncounted(real: Callable[..., int]) -> Callable[..., int]:
-    def enter(tier: Tier, key: Any) -> int:
-        slot = real(tier, key)
+    def enter(tier: Tier, unit: Any) -> int:
+        slot = real(tier, unit)
         tier.written -= 1
         return slot
 
     return enter
 
 
-def nothing_touched(tier: Tier, keys: Any, request: Any) -> None:
+def nothing_touched(tier: Tier, units: Any) -> None:
     """What is read is not of use again."""
 
 
@@ -313,12 +349,12 @@ def time_forgotten(real: Callable[..., Any]) -> Callable[..., Any]:
     return lambda tiers: real(tiers)._replace(seconds=0.0)
 
 
-def spill_nothing(tiers: Tiers, hashes: Any, blocks: Any) -> None:
+def spill_nothing(tiers: Tiers, units: Any, blocks: Any) -> None:
     """What the pool evicts is lost."""
 
 
-def disk_gets_nothing(tiers: Tiers, keys: Any, request: Any) -> None:
-    tiers.tiers[0].store(keys, request)
+def disk_gets_nothing(tiers: Tiers, units: Any) -> None:
+    tiers.tiers[0].store(units)
 
 
 def not_found_again(real: Callable[..., None]) -> Callable[..., None]:
@@ -338,8 +374,8 @@ def unwritten(real: Callable[..., None]) -> Callable[..., None]:
 
 
 def one_key_for_a_tier(real: Callable[..., None]) -> Callable[..., None]:
-    def write(tiers: Tiers, keys: Sequence[Any], blocks: Any, request: Any) -> None:
-        real(tiers, [keys[0]] * len(keys) if keys else keys, blocks, request)
+    def write(tiers: Tiers, units: Sequence[Any], blocks: Any) -> None:
+        real(tiers, [units[0]._replace(place=each.place) for each in units], blocks)
 
     return write
 
