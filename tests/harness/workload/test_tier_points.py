@@ -115,7 +115,12 @@ def test_each_replica_has_a_tier_of_its_own(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("rule", ["ttl", "pinned"])
 def test_a_rule_of_the_tiers_has_its_settings(rule: str) -> None:
     """Also where the pool has another rule."""
-    words = ("cache.tier_tokens=8000", f"cache.tier_eviction={rule}", "cache.ttl_s=5", "cache.pinned_tokens=64")
+    words = (
+        "cache.tier_tokens=8000",
+        f"cache.tier_eviction={rule}",
+        "cache.ttl_s=5",
+        "cache.pinned_tokens=64",
+    )
     cache = normalise(config(*words)).cache
     assert {"ttl": cache.ttl_s, "pinned": cache.pinned_tokens}[rule] == {"ttl": 5, "pinned": 64}[rule]
     assert normalise(config(*words[1:])).cache.ttl_s == RunConfig().cache.ttl_s
