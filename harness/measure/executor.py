@@ -58,7 +58,8 @@ class Yardstick:
     def __init__(self, read: Callable[[], Sequence[float]], reference: Reading | None = None) -> None:
         self._read = read
         self._recent: deque[Reading] = deque(maxlen=WINDOW)  # over the reference
-        self._references = [reference[:3], reference[3:]] if reference else [(), ()]
+        reference = reference or ()
+        self._references = [reference[:3], reference[3:]]
         self._since_s = READ_EVERY_S
         self._pace = 1.0
         self._readings: tuple[list[Reading], list[Reading]] = [], []
