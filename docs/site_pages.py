@@ -143,7 +143,7 @@ def configuration() -> Iterator[str]:
 
 
 def _keys(kind: Any, prefix: str, members: list[Any]) -> Iterator[str]:
-    from harness.config.ranges import RANGES
+    from harness.config.checks import RANGES
 
     hints = get_type_hints(kind)
     yield "| key | values | default | |\n|---|---|---|---|\n"

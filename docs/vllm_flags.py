@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from harness.config.ranges import value_of
+from harness.config.checks import value_of
 from harness.config.schema import RunConfig
 
 PAGE = Path(__file__).with_name("vllm-flags.md")

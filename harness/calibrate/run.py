@@ -4,7 +4,7 @@
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import count
@@ -16,6 +16,7 @@ import numpy as np
 from engine.runtime.options import Audit
 from harness.calibrate.store import calibration_fingerprint, measured_table, save_calibration
 from harness.cost.fitted import FittedCost, fit_cost, held_out_error, spread_of_repeats
+from harness.cost.grid import Grid
 from harness.cost.table import TableCost
 from harness.measure.cases import HELD_OUT, Budget, design
 from harness.measure.pace import Stability, is_steady, pace_of_runs, stability_of
@@ -80,10 +81,15 @@ class Calibration:
     """The result of a calibration: the models, and whether the pace of the device was constant."""
 
     fitted: FittedCost
-    table: TableCost | None
+    grids: Mapping[str, Grid]  # of measured attention; empty: not asked for, or there was no time
     stability: Stability
     grid_asked: bool
     left_out: tuple[str, ...]  # cases for which there was no time
+
+    @property
+    def table(self) -> TableCost | None:
+        """The `table` model, where attention was measured on its grids."""
+        return measured_table(self.fitted, self.grids) if self.grids else None
 
 
 def calibrate(
@@ -138,11 +144,10 @@ def full_calibration(
         **({"repeatability": spread_of_repeats(passes.levels)} if passes.levels else {}),
     }
     fitted = _fitted(deployment, timed, held_out, pace, facts)
-    table = measured_table(fitted, grids) if grids else None
     save_calibration(deployment, fitted, grids)
     measured = {entry.case.name for entry in timed}
     left_out = tuple(case.name for case in cases if case.name not in measured)
-    return Calibration(fitted, table, stability, grid, left_out)
+    return Calibration(fitted, grids, stability, grid, left_out)
 
 
 def _fitted(

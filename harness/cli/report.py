@@ -175,11 +175,11 @@ def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions |
 
 def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
     """The run of `bench kernels` for a sweep's report: the one that the sweep names, or the one beside its results."""
-    from harness.cost.timings import found_run
+    from harness.cost.timings import SEARCHED_FOLDERS, TABLE
 
     named = _asked("report.kernels", manifest)
     if named is None:
-        return found_run(out)
+        return next((out / place for place in SEARCHED_FOLDERS if (out / place / TABLE).is_file()), None)
     return None if named == NO_KERNELS else Path(str(named)).expanduser()
 
 

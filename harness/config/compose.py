@@ -207,7 +207,7 @@ ConfigStore.instance().store(name="schema", node=RunConfig)
 
 
 def compose_config(settings: Iterable[Setting], *, shared: bool = False) -> RunConfig:
-    """Compose a run from group options and values. Types are checked here, ranges in `harness.config.ranges`.
+    """Compose a run from group options and values. Types are checked here, ranges in `harness.config.checks`.
 
     With `shared` the sections are also those of other configurations, and must never be changed.
 

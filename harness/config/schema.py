@@ -1,7 +1,7 @@
 """The schema of a run: every key that a user can set, with its type and its default.
 
 The classes are plain dataclasses that Hydra fills. Options of the engine have their enums in `engine.core.options` and
-`engine.runtime.options`; the scheduler's options are declared there too. Allowed ranges are in `harness.config.ranges`.
+`engine.runtime.options`; the scheduler's options are declared there too. Allowed ranges are in `harness.config.checks`.
 """
 
 from dataclasses import dataclass, field

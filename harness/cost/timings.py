@@ -131,11 +131,6 @@ class KernelRun:
         )
 
 
-def found_run(out: Path) -> Path | None:
-    """The folder of the run that belongs to the results in `out`: the first of `SEARCHED_FOLDERS`, or None."""
-    return next((out / place for place in SEARCHED_FOLDERS if (out / place / TABLE).is_file()), None)
-
-
 def table_file(named: str | Path) -> Path:
     """The table of a run that was named by its folder or by the table itself.
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from engine.core.identity import TokenIdentity
-from engine.core.memory.paged import host_memory
 from engine.core.options import Decoding, HashAlgorithm
 from engine.core.plan import IntArray
 from engine.core.request import Request
@@ -147,7 +146,7 @@ def _runner(point: Point, seed: int, clock: Callable[[], float]) -> Runner:
             loaded,
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
-            host_blocks=0 if groups else host_memory(point.scheduler().manager),
+            host_blocks=0 if groups else point.host_blocks,
             backend=str(deployment.engine.backend),
             kv_dtype=str(deployment.model.kv_dtype),
             audit=str(deployment.engine.audit),

@@ -25,8 +25,8 @@ from engine.core.plan import SlotUsage, StepPlan, StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from engine.core.sequence import Group, ScheduledRow
+from harness.config.checks import RANGES
 from harness.config.groups import conf_dir
-from harness.config.ranges import RANGES
 from harness.cost.model_shape import ModelShape
 from harness.metrics.analytic import expected_tail_waste
 

@@ -240,7 +240,8 @@ def timed_attention(deployment: Deployment) -> "TimedAttention":
 
 def needs_fit(deployment: Deployment) -> bool:
     """Whether the point needs fitted coefficients. A measured point calibrates its device where they are missing."""
-    return resolve_cost_kind(deployment) is CostKind.fitted or takes_timed_kernels(deployment)
+    kind = resolve_cost_kind(deployment)
+    return kind is CostKind.fitted or (kind is CostKind.table and deployment.cost.kernels is not None)
 
 
 def check_cost(deployment: Deployment) -> None:

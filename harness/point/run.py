@@ -221,11 +221,10 @@ def point_stages(
     compared = compare_with_vllm(point, paced) if point.oracle.engine is OracleEngine.vllm else None
     bounds = bounds_of(point, paced)
     tables, files = tables_of(simulated.log, runs), files_of(simulated.log, runs)
-    told, before = priced(runs, paced), priced(runs, cost) if pace else []
     # the teacher-forced error is that of prices that had not followed the pace
-    unscaled = teacher_forced(before, clocked=True) if pace else None
+    unscaled = teacher_forced(priced(runs, cost), clocked=True) if pace else None
     record = make_record(
-        *(point, paced, simulated, told),
+        *(point, paced, simulated, priced(runs, paced) if runs else []),
         bounds=bounds,
         oracle=compared.section() if compared else runs[0].compared if runs else None,
         pace={**pace.section(), "unscaled": unscaled} if pace else None,
@@ -294,22 +293,19 @@ def calibrated_cost(deployment: Deployment, progress: Progress | None, repeated:
 
     `cost.recalibrate` repeats a calibration that is not among `repeated`, and adds it.
     """
-    from harness.calibrate.store import calibration_fingerprint, is_calibrated, set_aside_damaged
+    if deployment.measured and needs_fit(deployment):
+        from harness.calibrate.store import calibration_fingerprint, is_calibrated, set_aside_damaged
 
-    if not (deployment.measured and needs_fit(deployment)):
-        return cost_model(deployment)
-    damaged = set_aside_damaged(deployment)
-    if damaged:
-        remark(damaged)
-    key = calibration_fingerprint(deployment)
-    again = deployment.cost.recalibrate and key not in repeated
-    if again or not is_calibrated(deployment):
-        from harness.calibrate.run import calibrate
+        if damaged := set_aside_damaged(deployment):
+            remark(damaged)
+        key = calibration_fingerprint(deployment)
+        if not is_calibrated(deployment) or (deployment.cost.recalibrate and key not in repeated):
+            from harness.calibrate.run import calibrate
 
-        def stage(case: str, done: int, total: int) -> None:
-            if progress:
-                progress(f"calibrating: {case}", done, total)
+            def stage(case: str, done: int, total: int) -> None:
+                if progress:
+                    progress(f"calibrating: {case}", done, total)
 
-        repeated.add(key)
-        calibrate(deployment, stage)
+            repeated.add(key)
+            calibrate(deployment, stage)
     return cost_model(deployment)

@@ -22,7 +22,7 @@ from typing import Any, Protocol, get_type_hints
 
 import yaml
 
-from harness.config.checks import check_settings
+from harness.config.checks import RANGES, check_settings, value_of
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.execution import EXECUTION_KEYS
@@ -47,7 +47,6 @@ from harness.config.overrides import (
     quoted,
 )
 from harness.config.paths import check_paths
-from harness.config.ranges import RANGES, value_of
 from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
 from harness.config.values import PerObject
 from harness.console import shortened

@@ -8,6 +8,7 @@ import numpy as np
 
 from engine.core.identity import BlockIdentity, KeyIdentity
 from engine.core.memory.eviction import EvictionPolicy
+from engine.core.memory.paged import host_memory
 from engine.core.options import Decoding, SchedulerLimits, Sharing
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
@@ -157,6 +158,11 @@ class Point:
     def of_trace(self, trace: Trace) -> "Point":
         """The same with other requests."""
         return replace(self, workload=replace(self.workload, trace=trace))
+
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of host memory that the copies of its scheduler name, without groups of layers."""
+        return host_memory(self.scheduler().manager)
 
     def scheduler(self) -> Scheduler:
         """A scheduler over an empty pool.

@@ -5,7 +5,7 @@ This is the one place where a deployment becomes a core, so both sides get the s
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -14,16 +14,16 @@ from typing import Any
 from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionPolicy
-from engine.core.memory.eviction_rules import new_policy
+from engine.core.memory.eviction_rules import RULES, new_policy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec
-from engine.core.options import CachePolicy, Eviction, SchedulerLimits, Sharing
+from engine.core.options import CachePolicy, Eviction, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, ReplayConfig, SchedulerConfig
+from harness.config.schema import ReplayConfig
 from harness.replay.memory import MemoryObserver, memory_observers
 from harness.workload.deployment import Deployment
 
@@ -56,7 +56,12 @@ def observed_scheduler(
     `eviction` is used instead of the eviction order that the cache names.
     """
     pool, cache, limits = deployment.pool, deployment.cache, deployment.limits
-    policies = _policies(limits, deployment.scheduler)
+    builtin, scheduler = Policies.of(limits.policy), deployment.scheduler
+    policies = Policies(
+        order=_user_policy("scheduler.order", scheduler.order) or builtin.order,
+        victim=_user_policy("scheduler.victim", scheduler.victim) or builtin.victim,
+        admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
+    )
     eviction = eviction_policy(deployment, clock) if eviction is None else eviction
     tiers = _tiers(deployment, eviction)
     manager: KVCacheManager
@@ -118,15 +123,8 @@ def goes_singly(deployment: Deployment) -> bool:
     """Whether each step must be replayed as one: a rule of eviction depends on the time, or what tiers copy is a part
     of one step, and not of all that a fast-forward takes together.
     """
-    cache = deployment.cache
-    copied = deployment.copies_tiers
-    below = cache.tier_tokens > 0 and (copied or _tier_policy(cache, deployment.pool.block_size).reads_clock)
-    return below or eviction_policy(deployment).reads_clock
-
-
-def _tier_policy(cache: CacheConfig, unit: int) -> EvictionPolicy:
-    """A new policy of a tier below the pool, whose units are of `unit` tokens."""
-    return new_policy(cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // unit)
+    below = deployment.copies_tiers or RULES[deployment.cache.tier_eviction].reads_clock
+    return (deployment.cache.tier_tokens > 0 and below) or eviction_policy(deployment).reads_clock
 
 
 def host_tier(deployment: Deployment, tokens: int) -> TierSpec:
@@ -160,8 +158,9 @@ def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
         specs.append(TierSpec("disk", units, host.read_s + read_s, write_s, late_s))
     made = []
     for spec in specs:
-        rule = _tier_policy(cache, size * chunk)
-        rule.facts = replace(policy.facts, block_size=size * chunk)
+        unit = size * chunk
+        rule = new_policy(cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // unit)
+        rule.facts = replace(policy.facts, block_size=unit)
         made.append(Tier(spec, rule))
     spare = min(specs[0].units, deployment.pool.num_blocks)
     return Tiers(
@@ -171,15 +170,6 @@ def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
         store=cache.tier_store,
         load=cache.tier_load,
         overlaps=cache.tier_overlap,
-    )
-
-
-def _policies(limits: SchedulerLimits, scheduler: SchedulerConfig) -> Policies:
-    builtin = Policies.of(limits.policy)
-    return Policies(
-        order=_user_policy("scheduler.order", scheduler.order) or builtin.order,
-        victim=_user_policy("scheduler.victim", scheduler.victim) or builtin.victim,
-        admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
     )
 
 
@@ -195,11 +185,7 @@ def _user_policy(key: str, name: str | None) -> Any:
         instance = getattr(import_module(module), cls)()
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
-    return _with_methods(key, name, instance, _METHODS[key])
-
-
-def _with_methods(key: str, name: str, instance: Any, methods: Sequence[str]) -> Any:
-    missing = [method for method in methods if not callable(getattr(instance, method, None))]
+    missing = [method for method in _METHODS[key] if not callable(getattr(instance, method, None))]
     if missing:
         raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
     return instance

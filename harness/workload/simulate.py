@@ -311,15 +311,14 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
     """The free-running prediction: with its rows, or in constant memory, where only the trace and the requests under
     way are held. Replicas keep their rows until they are merged.
     """
-    if rows or point.replicas > 1:
-        log = simulate(point, cost, fast_forward=fast_forward)
-        return prediction_of(log, cost.source, rows=rows)
-    compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
-    sizes = pool.block_size, pool.tokens, pool.slot_bytes
-    fold, beside = compiled, _run_compiled(point, cost, [compiled])
-    if beside is None:
-        fold, beside = core, _simulated(point, cost, core, fast_forward)
-    return fold.prediction(*sizes, **beside)
+    if not rows and point.replicas == 1:
+        compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
+        fold, beside = compiled, _run_compiled(point, cost, [compiled])
+        if beside is None:
+            fold, beside = core, _simulated(point, cost, core, fast_forward)
+        return fold.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **beside)
+    log = simulate(point, cost, fast_forward=fast_forward)
+    return prediction_of(log, cost.source, rows=rows)
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
@@ -386,23 +385,23 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     """The same for data-parallel replicas on one clock."""
     env = simpy.Environment(initial_time=0)
     made = [point.observed_scheduler(lambda: int(env.now)) for _ in range(point.replicas)]
-    schedulers, folds, recorders, replays = [scheduler for scheduler, _ in made], [], [], []
     lockstep = point.deployment.shape.experts is not None
     fast_forward = fast_forward and not lockstep and not goes_singly(point.deployment)
-    arrivals = point.arrivals(point.requests())
-    for lane, scheduler in zip(Balancer(arrivals, schedulers).lanes, schedulers, strict=True):
-        live: dict[int, Request] = {}
-        executor = simulated_executor(point, cost, live, fast_forward=fast_forward)
-        folds.append(new_log(point))
-        recorders.append(Recorder(folds[-1]))
-        replay = Replay(
-            *(lane, scheduler, executor, recorders[-1]),
+    arrivals, lives = point.arrivals(point.requests()), [dict[int, Request]() for _ in made]
+    executors = [simulated_executor(point, cost, live, fast_forward=fast_forward) for live in lives]
+    schedulers, folds = [scheduler for scheduler, _ in made], [new_log(point) for _ in made]
+    recorders = [Recorder(fold) for fold in folds]
+    lanes = Balancer(arrivals, schedulers).lanes
+    replays = [
+        Replay(
+            *parts,
             live=live,
             until_ns=point.workload.traffic.until_ns,
             asynchronous=point.deployment.scheduler.async_scheduling,
             env=env,
         )
-        replays.append(replay)
+        for *parts, live in zip(lanes, schedulers, executors, recorders, lives, strict=True)
+    ]
     if lockstep:
         assert isinstance(cost, RooflineCost)  # `check_cost` refuses others
         run_in_lockstep(replays, env, cost.of_group)

@@ -10,8 +10,8 @@ from console_blocks import ROOT, Example, agree, examples, new_folder, output_of
 
 from engine.runtime.options import VLLM_NAMES
 from harness.cli.main import parse_arguments
+from harness.config.checks import value_of
 from harness.config.errors import UserError
-from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.sweep.plan import run_request
 

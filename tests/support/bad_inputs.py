@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 
+from harness.config.checks import RANGES
 from harness.config.groups import groups
 from harness.config.overrides import config_keys
-from harness.config.ranges import RANGES
 
 _ROW = '{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5}\n'
 _FILES = {

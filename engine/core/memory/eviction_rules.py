@@ -547,10 +547,10 @@ def new_policy(rule: Eviction, *, ttl_s: float = 60.0, pinned: int = 0) -> Evict
         return TtlQueue(ttl_s)
     if rule is Eviction.pinned:
         return PinnedQueue(pinned)
-    return _RULES[rule]()
+    return RULES[rule]()
 
 
-_RULES: dict[Eviction, type[EvictionPolicy]] = {
+RULES: dict[Eviction, type[EvictionPolicy]] = {
     Eviction.lru: LruQueue,
     Eviction.fifo: FifoQueue,
     Eviction.lfu: LfuQueue,
@@ -559,4 +559,6 @@ _RULES: dict[Eviction, type[EvictionPolicy]] = {
     Eviction.priority: PriorityQueue,
     Eviction.superseded: SupersededQueue,
     Eviction.gdsf: GdsfQueue,
+    Eviction.ttl: TtlQueue,
+    Eviction.pinned: PinnedQueue,
 }

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.checks import check_config
+from harness.config.checks import RANGES, check_config, value_of
 from harness.config.compose import compose_config, normalise
 from harness.config.overrides import config_keys, parse_overrides
-from harness.config.ranges import RANGES, value_of
 from harness.config.schema import DecodingMode, RunConfig
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import fake_point
 import pytest
 
+from harness.config.checks import value_of
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, options
-from harness.config.ranges import value_of
 from harness.config.schema import RunConfig
 from harness.store.commit import SCHEMA
 from harness.sweep import plan as module
