@@ -18,7 +18,7 @@ from engine.runtime.engine import Engine, Prompt
 from engine.runtime.errors import EngineOptionError, ModelError, ParamsError, PromptError, RequestError
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
-from engine.runtime.options import options_of
+from engine.runtime.options import not_offered, options_of
 from engine.runtime.params import OutputKind as RequestOutputKind
 from engine.runtime.params import SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput, encode_prompt, truncated
@@ -224,7 +224,9 @@ class LLM:
 
         Raises RequestError and NeverFitsError before any request runs, and the error of the first that failed.
         """
-        _refuse(lora_request=lora_request, mm_processor_kwargs=mm_processor_kwargs)
+        for name, value in {"lora_request": lora_request, "mm_processor_kwargs": mm_processor_kwargs}.items():
+            if reason := not_offered(value, (None, {})):
+                raise ParamsError(name, reason)
         batch = [_described(one, number) for number, one in enumerate(_prompt_list(prompts))]
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         each = _spread("sampling_params", params, len(batch))
@@ -439,13 +441,6 @@ def _spread(name: str, given: Any, count: int) -> list[Any]:
     if len(each) != count:
         raise RequestError(f"{name}: {len(each)} of them for {count} prompts")
     return each
-
-
-def _refuse(**given: object) -> None:
-    """Raise ParamsError for arguments of vLLM that ask for what is not offered."""
-    for name, value in given.items():
-        if value:
-            raise ParamsError(name, "is not offered here; leave it out")
 
 
 @contextmanager

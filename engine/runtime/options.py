@@ -225,60 +225,46 @@ _LIMITS = {
 }
 _RENAMED = {theirs: ours for ours, theirs in VLLM_NAMES.items() if ours in _KNOWN}
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for nothing that is not done anyway
-    **dict.fromkeys(("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"), (1,)),
-    **dict.fromkeys(
-        ("trust_remote_code", "enable_lora", "enable_expert_parallel", "enable_sleep_mode"), (False,)
-    ),
-    **dict.fromkeys(
-        ("enable_return_routed_experts", "return_sampling_mask", "disable_sliding_window"), (False,)
-    ),
-    **dict.fromkeys(("task", "runner"), (None, "auto", "generate")),
-    **dict.fromkeys(("convert", "config_format"), (None, "auto", "none", "hf")),
-    **dict.fromkeys(("quantization", "quantization_config", "pooler_config", "profiler_config"), (None,)),
-    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "offload_params"), (None,)),
-    **dict.fromkeys(("hf_overrides", "logits_processors", "mm_processor_kwargs"), (None, {}, [])),
-    **dict.fromkeys(("limit_mm_per_prompt", "allowed_media_domains"), (None, {}, [])),
-    **dict.fromkeys(("cpu_offload_gb", "offload_group_size"), (0,)),
-    "swap_space": (0, 4),  # GiB: vLLM's default of before, which its present engine does not use
-    "allowed_local_media_path": (None, ""),
-    "tokenizer_mode": ("auto", "hf"),
-    "load_format": ("auto", "safetensors"),
-    "logprobs_mode": ("raw_logprobs",),
-    "reasoning_parser": (None, ""),
-    "max_logprobs": (None, *range(21)),
+    name: values
+    for names, values in (
+        ("tensor_parallel_size pipeline_parallel_size data_parallel_size", (1,)),
+        ("trust_remote_code enable_lora enable_expert_parallel enable_sleep_mode", (False,)),
+        ("enable_return_routed_experts return_sampling_mask disable_sliding_window", (False,)),
+        ("task runner", (None, "auto", "generate")),
+        ("convert config_format", (None, "auto", "none", "hf")),
+        ("quantization quantization_config pooler_config profiler_config", (None,)),
+        ("kv_transfer_config kv_events_config offload_params", (None,)),
+        ("hf_overrides logits_processors mm_processor_kwargs", (None, {}, [])),
+        ("limit_mm_per_prompt allowed_media_domains", (None, {}, [])),
+        ("cpu_offload_gb offload_group_size", (0,)),
+        ("swap_space", (0, 4)),  # GiB: vLLM's default of before, which its present engine does not use
+        ("allowed_local_media_path reasoning_parser", (None, "")),
+        ("tokenizer_mode", ("auto", "hf")),
+        ("load_format", ("auto", "safetensors")),
+        ("logprobs_mode", ("raw_logprobs",)),
+        ("max_logprobs", (None, *range(21))),
+    )
+    for name in names.split()
 }
-_WITHOUT_EFFECT = (
-    *(
-        "async_scheduling",
-        "attention_backend",
-        "attention_config",
-        "compilation_config",
-        "disable_cascade_attn",
-    ),
-    *(
-        "disable_custom_all_reduce",
-        "disable_log_requests",
-        "disable_log_stats",
-        "distributed_executor_backend",
-    ),
-    *(
-        "guided_decoding_backend",
-        "max_cpu_loras",
-        "max_lora_rank",
-        "max_loras",
-        "max_parallel_loading_workers",
-    ),
-    *(
-        "model_impl",
-        "offload_num_in_group",
-        "offload_prefetch_step",
-        "optimization_level",
-        "served_model_name",
-    ),
-    *("structured_outputs_config", "use_tqdm_on_load"),
-)
+_WITHOUT_EFFECT = {
+    name
+    for names in (
+        "async_scheduling attention_backend attention_config compilation_config disable_cascade_attn",
+        "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend",
+        "guided_decoding_backend max_cpu_loras max_lora_rank max_loras max_parallel_loading_workers model_impl",
+        "offload_num_in_group offload_prefetch_step optimization_level served_model_name use_tqdm_on_load",
+        "structured_outputs_config",
+    )
+    for name in names.split()
+}
 """Names that change how vLLM runs or what it logs, and no token: taken, and the log says that they do nothing."""
 _VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": "xxh3_128"}}
+
+
+def not_offered(value: object, only: tuple[Any, ...]) -> str | None:
+    """Why an argument of vLLM's is refused whose value is none of `only`, which ask for nothing; else None."""
+    allowed = " or ".join(map(repr, only[:4]))
+    return None if value in only else f"{value!r} is not offered here, only {allowed}"
 
 
 def options_of(given: Mapping[str, Any]) -> EngineOptions:
@@ -304,9 +290,8 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
             raise EngineOptionError(
                 f"{name}: there is no such option; there are {', '.join(sorted(_KNOWN))}, and vLLM's {', '.join(vllm)}"
             )
-        elif value not in _ONLY[name]:
-            allowed = " or ".join(map(repr, _ONLY[name][:4]))
-            raise EngineOptionError(f"{name}: {value!r} is not offered here, only {allowed}")
+        elif reason := not_offered(value, _ONLY[name]):
+            raise EngineOptionError(f"{name}: {reason}")
     options = EngineOptions(**ours)
     return replace(options, limits=_limits(options, limits)) if limits else options
 

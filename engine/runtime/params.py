@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError
+from engine.runtime.options import not_offered
 from engine.runtime.structured import Constraint, StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
@@ -107,8 +108,8 @@ class _TakesVllm(type):
 
     def __call__(cls, **given: Any) -> Any:
         for name in _NEUTRAL.keys() & given.keys():
-            if (value := given.pop(name)) not in _NEUTRAL[name]:
-                raise ParamsError(name, f"{value!r} is not offered here; leave it out")
+            if reason := not_offered(given.pop(name), _NEUTRAL[name]):
+                raise ParamsError(name, reason)
         return super().__call__(**given)
 
 

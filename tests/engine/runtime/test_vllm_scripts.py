@@ -266,7 +266,7 @@ def test_a_script_runs_with_an_llm_of_its_own(name, model):
         ("LLM(MODEL, max_logprobs=100)", "max_logprobs: 100 is not offered"),
         ("SamplingParams(thinking_token_budget=5)", "thinking_token_budget: 5 is not offered"),
         ("SamplingParams(extra_args={'a': 1})", "extra_args: {'a': 1} is not offered"),
-        ("llm.generate('a', lora_request=object())", "lora_request: is not offered"),
+        ("llm.generate('a', lora_request=1)", "lora_request: 1 is not offered here, only None"),
         ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "prompt 0 .* multi_modal_data"),
         (
             "llm.beam_search(['a'], BeamSearchParams(2, 4, temperature=0.5))",
