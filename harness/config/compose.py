@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import is_dataclass, replace
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from os.path import expanduser
 from typing import Any, cast
 
@@ -28,14 +28,10 @@ from harness.config.option_files import apply_option_file
 from harness.config.overrides import Setting, config_keys, refuse_resolver
 from harness.config.paths import read_checkpoint
 from harness.config.schema import (
-    CostConfig,
     CostKind,
-    DecodingConfig,
     DecodingMode,
     EngineDevice,
-    OracleConfig,
     OracleEngine,
-    ReplayConfig,
     ReplayMode,
     RunConfig,
     TraceFormat,
@@ -73,134 +69,82 @@ def normalise(config: RunConfig) -> RunConfig:
     branches and drafts apply only where there are any; rows of some trace formats can have their own width. Users and
     pauses apply only to the replay modes that have them. `~` in a path becomes the home folder.
     """
-    cache = config.cache
-    plain = _NEUTRAL.cache
-    if cache.policy is not CachePolicy.paged:
-        cache = with_values(
-            cache,
-            block_size=1,
-            prefix_caching=False,
-            deduplicate=False,
-            copy_at_fork=False,
-            host_tokens=0,
-            eviction=plain.eviction,
-            groups=plain.groups,
-            answers=False,
-        )
-    else:
-        cache = with_values(cache, placement=plain.placement)
-    if cache.groups is GroupPages.off:
-        cache = with_values(
-            cache,
-            window_hits=plain.window_hits,
-            retention_interval=plain.retention_interval,
-            behind_first=plain.behind_first,
-            states=plain.states,
-            state_every=None,
-        )
-    if not cache.prefix_caching:
-        cache = with_values(cache, tier_tokens=0)
-    if not cache.tier_tokens:
-        cache = with_values(
-            cache,
-            disk_tokens=0,
-            tier_store=plain.tier_store,
-            tier_chunk=None,
-            tier_eviction=plain.tier_eviction,
-            tier_load=plain.tier_load,
-            tier_overlap=False,
-        )
-    if not cache.prefix_caching:
-        cache = with_values(cache, eviction=plain.eviction, answers=False)
-    rules = cache.eviction, cache.tier_eviction
-    if Eviction.ttl not in rules:
-        cache = with_values(cache, ttl_s=plain.ttl_s)
-    if Eviction.pinned not in rules:
-        cache = with_values(cache, pinned_tokens=plain.pinned_tokens)
-    if not cache.prefix_caching:
-        cache = with_values(cache, retention=plain.retention, hash=plain.hash, deduplicate=False)
-    wide = config.trace.format in _WIDE
+    values: dict[str, dict[str, Any]] = {}
+    for section, applies, names in _applies(config):
+        if not applies:
+            values.setdefault(section, {}).update(_neutral(section, names))
+    if config.cache.policy is not CachePolicy.paged:
+        values["cache"] |= {"block_size": 1, "prefix_caching": False}
+    for section, name in _PATHS:
+        inner = values.setdefault(section, {})
+        path = inner.get(name, getattr(getattr(config, section), name))
+        inner[name] = None if path is None else expanduser(path)
     changes: dict[str, Any] = {
-        "out": expanduser(config.out),
-        "trace": with_values(config.trace, path=_home(config.trace.path)),
-        "model": with_values(config.model, path=_home(config.model.path)),
-        "cost": _cost(config.cost, paged=cache.policy is CachePolicy.paged),
-        "cache": cache,
-        "workload": config.workload
-        if wide
-        else with_values(config.workload, widths=_NEUTRAL.workload.widths),
-        "decoding": _decoding(config.decoding, wide and config.workload.widths is Widths.recorded),
-        "replay": _replay(config.replay),
-        "scheduler": config.scheduler
-        if config.scheduler.async_scheduling
-        else with_values(config.scheduler, async_frees_at_once=False),
-        "execute": applicable(config.execute),
-        "oracle": _oracle(config.oracle, config.measure and config.engine.on_vllm),
+        section: with_values(getattr(config, section), **inner) for section, inner in values.items()
     }
+    changes |= {"out": expanduser(config.out), "execute": applicable(config.execute)}
     alike = all(getattr(config, name) is value for name, value in changes.items())
     return config if alike else replace(config, **changes)
 
 
-def _decoding(decoding: DecodingConfig, wide: bool) -> DecodingConfig:
-    """`wide`: rows of the trace may have beams or samples where the configuration has none."""
-    neutral = _NEUTRAL.decoding
-    unused: dict[str, Any] = {}
+_PATHS = (
+    *(
+        ("trace", "path"),
+        ("model", "path"),
+        ("cost", "kernels"),
+        ("cost", "operators"),
+        ("cost", "cache_dir"),
+    ),
+    *(("decoding", "beam_parents"), ("decoding", "draft_path"), ("oracle", "python")),
+)
+
+
+@cache
+def _neutral(section: str, names: str) -> dict[str, Any]:
+    """The defaults of the settings `names` of a section."""
+    return {name: getattr(getattr(_NEUTRAL, section), name) for name in names.split()}
+
+
+def _applies(config: RunConfig) -> Iterable[tuple[str, bool, str]]:
+    """A section, whether some of its settings apply, and their names."""
+    decoding, replay, kind, oracle = config.decoding, config.replay.mode, config.cost.kind, config.oracle
+    paged = config.cache.policy is CachePolicy.paged
+    grouped, hashed = config.cache.groups is not GroupPages.off, paged and config.cache.prefix_caching
+    tiered = hashed and config.cache.tier_tokens > 0
+    rules = hashed and config.cache.eviction, tiered and config.cache.tier_eviction
+    wide = config.trace.format in _WIDE
+    of_rows = wide and config.workload.widths is Widths.recorded  # rows may have beams or samples
     beams, sampled = decoding.beam_width > 1, decoding.mode is DecodingMode.sample
-    if beams:
-        unused |= {"mode": neutral.mode, "n": neutral.n}
-    elif not wide:
-        unused |= {"beam_churn": None, "beam_parents": None}
-    if not wide and (beams or not sampled):
-        unused |= {"temperature": neutral.temperature, "branch_hazard": neutral.branch_hazard}
-    if not wide and not beams and decoding.n == 1:
-        unused |= {"sharing": neutral.sharing}
-    if not decoding.draft_tokens:
-        unused |= {"draft_place": neutral.draft_place, "draft_path": None, "acceptance": None}
-    kept = with_values(decoding, **unused)
-    return with_values(kept, beam_parents=_home(kept.beam_parents), draft_path=_home(kept.draft_path))
-
-
-def _oracle(oracle: OracleConfig, measured: bool) -> OracleConfig:
-    """The interpreter applies where vLLM runs, as third or `measured` side; allowed differences as third alone."""
-    compared = oracle.engine is not OracleEngine.none
-    return with_values(
-        oracle,
-        python=_home(oracle.python) if compared or measured else None,
-        allow=oracle.allow if compared else _NEUTRAL.oracle.allow,
+    compared = oracle.engine is not OracleEngine.none  # with vLLM as a third side
+    return (
+        ("cache", paged, "copy_at_fork host_tokens groups"),
+        ("cache", not paged, "placement"),
+        ("cache", paged and grouped, "window_hits retention_interval behind_first states state_every"),
+        ("cache", hashed, "tier_tokens eviction answers retention hash deduplicate"),
+        (
+            *("cache", tiered),
+            "disk_tokens tier_store tier_chunk tier_eviction tier_load tier_overlap",
+        ),
+        ("cache", Eviction.ttl in rules, "ttl_s"),
+        ("cache", Eviction.pinned in rules, "pinned_tokens"),
+        ("workload", wide, "widths"),
+        ("decoding", not beams, "mode n"),
+        ("decoding", beams or of_rows, "beam_churn beam_parents"),
+        ("decoding", of_rows or (sampled and not beams), "temperature branch_hazard"),
+        ("decoding", of_rows or beams or decoding.n != 1, "sharing"),
+        ("decoding", bool(decoding.draft_tokens), "draft_place draft_path acceptance"),
+        ("replay", replay is ReplayMode.closed, "users"),
+        ("replay", replay is not ReplayMode.closed, "max_in_flight"),
+        ("replay", replay in (ReplayMode.closed, ReplayMode.sessions), "think_s"),
+        ("replay", replay is ReplayMode.gamma, "burstiness"),
+        ("cost", kind in (CostKind.auto, CostKind.table), "kernels"),
+        ("cost", kind in (CostKind.auto, CostKind.operators), "operators"),
+        ("cost", kind is CostKind.published, "engine"),
+        ("cost", paged, "block_sizes"),
+        ("scheduler", config.scheduler.async_scheduling, "async_frees_at_once"),
+        ("oracle", compared or (config.measure and config.engine.on_vllm), "python"),
+        ("oracle", compared, "allow"),
     )
-
-
-def _replay(replay: ReplayConfig) -> ReplayConfig:
-    neutral = _NEUTRAL.replay
-    unused: dict[str, Any] = {}
-    if replay.mode is not ReplayMode.closed:
-        unused["users"] = neutral.users
-    else:
-        unused["max_in_flight"] = neutral.max_in_flight
-    if replay.mode not in (ReplayMode.closed, ReplayMode.sessions):
-        unused["think_s"] = neutral.think_s
-    if replay.mode is not ReplayMode.gamma:
-        unused["burstiness"] = neutral.burstiness
-    return with_values(replay, **unused)
-
-
-def _cost(cost: CostConfig, paged: bool) -> CostConfig:
-    """Timed kernels apply to the table model alone, which `auto` chooses where they are named; the rest by kind."""
-    kernels = _home(cost.kernels) if cost.kind in (CostKind.auto, CostKind.table) else None
-    operators = _home(cost.operators) if cost.kind in (CostKind.auto, CostKind.operators) else None
-    engine = cost.engine if cost.kind is CostKind.published else _NEUTRAL.cost.engine
-    return with_values(
-        cost,
-        kernels=kernels,
-        operators=operators,
-        engine=engine,
-        cache_dir=_home(cost.cache_dir),
-        block_sizes=cost.block_sizes and paged,
-    )
-
-
-def _home(path: str | None) -> str | None:
-    return None if path is None else expanduser(path)
 
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -375,14 +319,11 @@ def _apply(tree: DictConfig, item: Setting) -> None:
     try:
         OmegaConf.update(tree, item.key, item.value, merge=False)
     except OmegaConfBaseException:
-        raise ConfigError(item.key, f"found {_found(item.value)}, must be {_expected(item)}") from None
+        found = "null" if item.value is None else f"'{item.value}'"
+        raise ConfigError(item.key, f"found {found}, must be {_expected(item)}") from None
 
 
 def _expected(item: Setting) -> str:
     words = config_keys()[item.key].expected
     several = isinstance(item.value, list)
     return words + " (to sweep, write the values without brackets: a,b,c)" if several else words
-
-
-def _found(value: Any) -> str:
-    return "null" if value is None else f"'{value}'"

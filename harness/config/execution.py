@@ -63,7 +63,10 @@ def check_execution(config: RunConfig) -> Iterator[ConfigError]:
     """Errors in the texts of `execute` that apply at its place."""
     execute = config.execute
     for name in ("options", "setup", "python", "srun", "folder"):
-        yield from _text(f"execute.{name}", getattr(execute, name))
+        text = getattr(execute, name)
+        if text is not None and not (text.strip() and text.isprintable() and len(text) <= _LONGEST):
+            rule = f"must be one line of 1 to {_LONGEST:,} printable characters, or null"
+            yield ConfigError(f"execute.{name}", f"{rule}; found {text[:80]!r}")
     if execute.partition is not None and not _PARTITION.fullmatch(execute.partition):
         reason = f"found '{execute.partition}', must be names of letters, digits and . _ -"
         yield ConfigError("execute.partition", reason)
@@ -88,14 +91,6 @@ def split_options(text: str | None) -> list[tuple[str, str | bool]]:
     """(name without dashes, value; True where there is none) of each option of a text as on a command line."""
     words = (word.removeprefix("--").partition("=") for word in shlex.split(text or ""))
     return [(name, value if sign else True) for name, sign, value in words]
-
-
-def _text(key: str, value: str | None) -> Iterator[ConfigError]:
-    if value is None:
-        return
-    if not value.strip() or not value.isprintable() or len(value) > _LONGEST:
-        reason = f"must be one line of 1 to {_LONGEST:,} printable characters, or null; found {value[:80]!r}"
-        yield ConfigError(key, reason)
 
 
 def _options(key: str, text: str | None, ours: "dict[str, str | None]") -> Iterator[ConfigError]:

@@ -72,14 +72,10 @@ def rows_at_most(named: str | None) -> int:
             return 0
         files = place.glob("*.json*") if place.is_dir() else [place]  # those below are never counted
         # a pipe or device has no end
-        return sum(_rows(file, *_stamp(file)) for file in files if file.is_file())
+        stats = ((file, file.stat()) for file in files if file.is_file())
+        return sum(_rows(file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
     except OSError:
         return 0  # reading the trace says why
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    found = file.stat()
-    return found.st_mtime_ns, found.st_size
 
 
 @lru_cache(maxsize=256)

@@ -258,13 +258,8 @@ def _unreadable(text: str, reason: str) -> str:
     key, _, value = text.partition("=")
     if _EMPTY_PLACE.search(value):
         return f"cannot read '{text}': a value is missing beside a comma; write {key}=a,b,c"
-    return (
-        f"cannot read '{text}': {reason.splitlines()[0].partition(' expecting {')[0]}; {_quoting(key, value)}"
-    )
-
-
-def _quoting(key: str, value: str) -> str:
-    return f"""a value that holds = , ( ) [ ] or quotes must itself be quoted, like '{key}="{value}"'"""
+    quoting = f"""a value that holds = , ( ) [ ] or quotes must itself be quoted, like '{key}="{value}"'"""
+    return f"cannot read '{text}': {reason.splitlines()[0].partition(' expecting {')[0]}; {quoting}"
 
 
 def _check_key(override: Override, key: str, text: str) -> None:
@@ -303,7 +298,9 @@ def _values(override: Override, key: str) -> list[tuple[Any, str]]:
         return [(override.value(), f"{key}={_shown(override)}")]
     if not override.is_discrete_sweep():
         raise ConfigError(key, "an interval is not a list of points; use range(start,stop,step) or a,b,c")
-    texts = [f"{key}={_spelt(value)}" for value in _listed(override, key)]
+    # as a user writes them: Hydra gives booleans of a sweep as True and False
+    values = [value.lower() if value in ("True", "False") else value for value in _listed(override, key)]
+    texts = [f"{key}={value}" for value in values]
     return [(_parse(text).value(), text) for text in texts]
 
 
@@ -321,11 +318,6 @@ def _listed(override: Override, key: str) -> list[str]:
         reason = f"'{_shown(override)}' has no value; a range counts from start to before stop: range(8,33,8)"
         raise ConfigError(key, reason)
     return values
-
-
-def _spelt(value: str) -> str:
-    """A value as a user writes it: Hydra gives booleans of a sweep as True and False."""
-    return value.lower() if value in ("True", "False") else value
 
 
 def _shown(override: Override) -> str:

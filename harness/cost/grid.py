@@ -169,6 +169,25 @@ class LogGrid:
         return found
 
 
+def some(count: Amount) -> Amount:
+    """At least one, to divide by: what a step lacks has no mean length."""
+    return np.maximum(count, 1) if isinstance(count, np.ndarray) else max(count, 1)
+
+
+def where_any(count: Amount, value: Amount, otherwise: Amount = 0.0) -> Amount:
+    """`value` where `count` is not zero, else `otherwise`."""
+    if isinstance(count, np.ndarray):
+        return np.where(count > 0, value, otherwise)
+    return value if count else otherwise
+
+
+def where_known(value: Amount, otherwise: Amount) -> Amount:
+    """`value`, or `otherwise` where it is NaN: outside of a grid."""
+    if isinstance(value, np.ndarray) or isinstance(otherwise, np.ndarray):
+        return np.where(np.isnan(value), otherwise, value)
+    return otherwise if value != value else float(value)
+
+
 def octaves(first: int, last: int, per_octave: int, *, dense_to: int = 0) -> tuple[float, ...]:
     """Whole numbers from `first` to at least `last`: all of them up to `dense_to`, then `per_octave` in each octave.
 

@@ -392,8 +392,8 @@ class OperatorCost:
         """Seconds of the step and of its attention."""
         parts, fixed = self._roofline.parts(features), self._roofline.attention_fixed
         rows, chunks = features[AT.decode_rows], features[AT.prefill_rows]
-        decodes = self._decodes(features, _where(rows, parts.decodes + fixed(rows)))
-        prompts = self._chunks(features, parts.prompts, _where(chunks, parts.prompts + fixed(chunks)))
+        decodes = self._decodes(features, grid.where_any(rows, parts.decodes + fixed(rows)))
+        prompts = self._chunks(features, parts.prompts, grid.where_any(chunks, parts.prompts + fixed(chunks)))
         attention = decodes + prompts
         dense = self._dense(features, parts.dense)
         return Price(self._roofline.total(features, dense, attention), attention)
@@ -402,13 +402,15 @@ class OperatorCost:
         rows, kv = features[AT.decode_rows], features[AT.decode_kv]
         if not np.any(rows):
             return otherwise
-        return _known(rows, self._decode.at(rows, kv / _some(rows)) * self._layers, otherwise)
+        found = self._decode.at(rows, kv / grid.some(rows)) * self._layers
+        return grid.where_any(rows, grid.where_known(found, otherwise), otherwise)
 
     def _chunks(self, features: Sequence[Amount], least: Amount, otherwise: Amount) -> Amount:
         chunks, found = features[AT.prefill_rows], otherwise
         if self._prefill is not None and np.any(chunks):
-            tokens, context = (features[at] / _some(chunks) for at in (AT.prefill_tokens, AT.prefill_kv))
-            found = _known(chunks, self._prefill.at(tokens, context) * chunks * self._layers, otherwise)
+            tokens, context = (features[at] / grid.some(chunks) for at in (AT.prefill_tokens, AT.prefill_kv))
+            timed = self._prefill.at(tokens, context) * chunks * self._layers
+            found = grid.where_any(chunks, grid.where_known(timed, otherwise), otherwise)
 
         def decode(rows: Amount, slots: Amount) -> Amount:
             return self._decode.at(rows, slots) * self._layers
@@ -423,8 +425,8 @@ class OperatorCost:
         for product in self._layer_products:
             total = total + product.at(tokens) * self._layers
         # A product of no row takes nothing; its price at one row is not used.
-        found = total + _where(sampled, self._output.at(_some(sampled)))
-        return _known(tokens, found, otherwise)
+        found = total + grid.where_any(sampled, self._output.at(grid.some(sampled)))
+        return grid.where_any(tokens, grid.where_known(found, otherwise), otherwise)
 
     def _source(
         self, table: OperatorTable, decode: Sequence[grid.TimedShape], prefill: Sequence[grid.TimedShape]
@@ -526,23 +528,3 @@ def _products(
         for pair, times in timed.items()
     }
     return [grids[pair] for pair in layer], grids[output]
-
-
-def _some(count: Amount) -> Amount:
-    """At least one, to divide by."""
-    return np.maximum(count, 1) if isinstance(count, np.ndarray) else max(count, 1)
-
-
-def _where(count: Amount, value: Amount) -> Amount:
-    """`value` where `count` is not zero, else 0."""
-    if isinstance(count, np.ndarray):
-        found: FloatArray = np.where(count > 0, value, 0.0)
-        return found
-    return value if count else 0.0
-
-
-def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
-    """`found`, or `otherwise` where it is NaN or `count` is zero."""
-    if isinstance(found, np.ndarray) or isinstance(otherwise, np.ndarray):
-        return np.where(np.isnan(found) | (np.asarray(count) == 0), otherwise, found)
-    return otherwise if found != found or not count else float(found)

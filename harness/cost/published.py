@@ -30,7 +30,7 @@ import numpy as np
 from harness.config.errors import ConfigError
 from harness.config.schema import TableEngine
 from harness.console import install_hint
-from harness.cost.grid import Grid, octaves, short_as_decodes, tabulated
+from harness.cost.grid import Grid, octaves, short_as_decodes, some, tabulated, where_any
 from harness.cost.model_shape import ModelShape
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import Amount, CostSource, Price
@@ -88,50 +88,21 @@ class PublishedCost:
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
-        tables, chunks = self.tables, features[AT.prefill_rows]
-        attention = self._attention * (self._decode(features) + self._prefill(features))
-        dense = _where(chunks, tables.dense, tables.decode_dense, features[AT.tokens])
-        sample = _where(features[AT.sampled_rows], tables.sample, None, features[AT.sampled_rows])
-        seconds = self._dense * (dense + sample) + attention + self._step_s
-        return Price(seconds + self.moves.moving(features), attention)
-
-    def _decode(self, features: Sequence[Amount]) -> Amount:
-        rows = features[AT.decode_rows]
-        if isinstance(rows, np.ndarray):
-            return np.where(rows == 0, 0.0, self.tables.decode.at(rows, features[AT.decode_kv] / _some(rows)))
-        return self.tables.decode.at(rows, features[AT.decode_kv] / rows) if rows else 0.0
+        tables, rows, chunks = self.tables, features[AT.decode_rows], features[AT.prefill_rows]
+        tokens, sampled = features[AT.tokens], features[AT.sampled_rows]
+        decodes = tables.decode.at(rows, features[AT.decode_kv] / some(rows))
+        attention = where_any(rows, decodes) + self._prefill(features)
+        dense = where_any(chunks, tables.dense.at(tokens), tables.decode_dense.at(tokens))
+        dense = dense + where_any(sampled, tables.sample.at(sampled))
+        seconds = self._dense * dense + self._attention * attention + self._step_s
+        return Price(seconds + self.moves.moving(features), self._attention * attention)
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
-        chunks, tokens, work = (
-            features[AT.prefill_rows],
-            features[AT.prefill_tokens],
-            features[AT.prefill_work],
-        )
-        if isinstance(chunks, np.ndarray):
-            each = tokens / _some(chunks)
-            earlier = np.maximum(work / _some(tokens) - (each + 1) / 2, 0.0)
-            found: Amount = np.where(chunks == 0, 0.0, self.tables.prefill.at(chunks, each, earlier))
-        elif not chunks:
-            return 0.0
-        else:
-            mean = tokens / chunks
-            found = self.tables.prefill.at(chunks, mean, max(work / tokens - (mean + 1) / 2, 0.0))
+        chunks, tokens = features[AT.prefill_rows], features[AT.prefill_tokens]
+        each = tokens / some(chunks)
+        earlier = np.maximum(features[AT.prefill_work] / some(tokens) - (each + 1) / 2, 0.0)
+        found = where_any(chunks, self.tables.prefill.at(chunks, each, earlier))
         return short_as_decodes(features, self.tables.decode.at, found, found)
-
-
-def _where(condition: Amount, one: Grid, other: Grid | None, place: Amount) -> Amount:
-    """`one` at `place` where the condition is not 0, else `other`, or 0."""
-    if not isinstance(condition, np.ndarray) and condition:
-        return one.at(place)
-    otherwise = 0.0 if other is None else other.at(place)
-    return (
-        np.where(condition == 0, otherwise, one.at(place)) if isinstance(condition, np.ndarray) else otherwise
-    )
-
-
-def _some(count: Amount) -> Amount:
-    """At least one, to divide by."""
-    return np.maximum(count, 1.0)
 
 
 PACKAGE = "aiconfigurator-core"

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harness.cost.fitted import FittedCost
-from harness.cost.grid import Grid
+from harness.cost.grid import Grid, some, where_any, where_known
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
@@ -57,8 +57,9 @@ class TableCost:
         padded = (features[AT.decode_padded_kv] - kv) * prices[AT.decode_padded_kv]
         uneven = padded + (features[AT.decode_padded_blocks] - even) * prices[AT.decode_padded_blocks]
         shared = (features[AT.decode_distinct_kv] - kv) * prices[AT.decode_distinct_kv]
-        found = self.decode.at(rows, kv / _some(rows)) + uneven + shared
-        return _known(rows, found, self._fitted(features, *_DECODE, floor=True))
+        found = self.decode.at(rows, kv / some(rows)) + uneven + shared
+        found = where_known(found, self._fitted(features, *_DECODE, floor=True))
+        return where_any(rows, np.maximum(0.0, found))
 
     def _prefill(self, features: Sequence[Amount]) -> Amount:
         """The seconds of the mean chunk, times the number of chunks."""
@@ -67,10 +68,10 @@ class TableCost:
             return 0.0
         if self.prefill is None:
             return self._fitted(features, *_PREFILL)
-        tokens = features[AT.prefill_tokens] / _some(chunks)
-        context = features[AT.prefill_kv] / _some(chunks)
+        tokens = features[AT.prefill_tokens] / some(chunks)
+        context = features[AT.prefill_kv] / some(chunks)
         found = self.prefill.at(tokens, context if self.own_tokens else context - tokens) * chunks
-        return _known(chunks, found, self._fitted(features, *_PREFILL))
+        return where_any(chunks, np.maximum(0.0, where_known(found, self._fitted(features, *_PREFILL))))
 
     def _fitted(self, features: Sequence[Amount], *columns: int, floor: bool = False) -> Amount:
         """The fitted model's seconds for some of the attention's features."""
@@ -82,19 +83,6 @@ class TableCost:
     @cached_property
     def _coefficients(self) -> list[float]:
         return list(self.fitted.coefficients().values())
-
-
-def _some(count: Amount) -> Amount:
-    """At least one, to divide by."""
-    return np.maximum(count, 1) if isinstance(count, np.ndarray) else count
-
-
-def _known(count: Amount, found: Amount, otherwise: Amount) -> Amount:
-    """`found`, or `otherwise` where it is NaN; at least zero, and zero where `count` is zero."""
-    if isinstance(found, np.ndarray):
-        known = np.maximum(0.0, np.where(np.isnan(found), otherwise, found))
-        return np.where(np.asarray(count) == 0, 0.0, known)
-    return float(max(0.0, otherwise if found != found else found))
 
 
 class EngineOverhead(NamedTuple):

@@ -150,7 +150,9 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
     devices = {"datasheet": deployment.hardware.bound}
     if deployment.device.fitted_from is None:
         devices |= {"fast_end": _at_end(deployment, True), "slow_end": _at_end(deployment, False)}
-    return {name: _metrics(point, cost, device) for name, device in devices.items()}
+    ends = {name: RooflineCost(cost.model, device, cost.draft) for name, device in devices.items()}
+    found = {name: predict(point, end, rows=False).metrics for name, end in ends.items()}
+    return {end: {name: found[end][name] for name in METRICS if name in found[end]} for end in found}
 
 
 def at_end(deployment: Deployment, cost: CostModel, fastest: bool) -> CostModel | None:
@@ -158,11 +160,9 @@ def at_end(deployment: Deployment, cost: CostModel, fastest: bool) -> CostModel 
 
     None where nothing is known of its error: it is no roofline of a GPU's datasheet, or was fitted to a log.
     """
-    device = deployment.device
-    known = isinstance(cost, RooflineCost) and device.name != EngineDevice.cpu.value
-    if not known or device.fitted_from is not None:
+    device, on_cpu = deployment.device, deployment.device.name == EngineDevice.cpu.value
+    if not isinstance(cost, RooflineCost) or on_cpu or device.fitted_from is not None:
         return None
-    assert isinstance(cost, RooflineCost)
     return RooflineCost(cost.model, _at_end(deployment, fastest), cost.draft)
 
 
@@ -175,12 +175,6 @@ def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
         larger_is_faster = name.endswith("efficiency")
         ends[name] = max(high, value) if larger_is_faster == fastest else min(low, value)
     return replace(deployment, device=replace(device, **ends)).hardware
-
-
-def _metrics(point: Point, cost: RooflineCost, device: DeviceShape) -> dict[str, float]:
-    other = RooflineCost(cost.model, device, cost.draft)
-    metrics = predict(point, other, rows=False).metrics
-    return {name: metrics[name] for name in METRICS if name in metrics}
 
 
 _PREDICTED = (CostKind.roofline, CostKind.operators, CostKind.published)

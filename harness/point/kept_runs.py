@@ -66,7 +66,7 @@ def keep_run(folder: Path, number: int, kept: KeptRun) -> None:
         "probe_s": kept.probe_s,
     }
     sink = io.BytesIO()
-    text = json.dumps(facts, default=_number).encode()
+    text = json.dumps(facts, default=lambda number: number.item()).encode()
     np.savez(sink, allow_pickle=False, facts=np.frombuffer(text, np.uint8), **arrays)
     data = sink.getvalue()
     write_files(folder, {f"{number}.run": digest_of(data).encode() + data})
@@ -133,8 +133,3 @@ def _result_of(value: Sequence[Any]) -> StepResult:
     steps, parents, finished, ended, accepted = value
     branches = {request: frozenset(each) for request, each in _by_request(ended).items()}
     return StepResult(steps, _by_request(parents), frozenset(finished), branches, _by_request(accepted))
-
-
-def _number(value: Any) -> Any:
-    """A number of NumPy as Python's."""
-    return value.item()

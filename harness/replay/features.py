@@ -192,7 +192,8 @@ class FeatureMeter:
         others, size = plan.other_rows, self._block_size
         sampled = plan.steady + sum(row.samples for row in others)
         drawn = self._drawn_rows(plan, others, sampled) if self._drawn else 0
-        beams = self._beam_rows(others)
+        # rows are not checked while there are no beam groups
+        beams = sum(row.samples and row.request_id in self._beams for row in others) if self._beams else 0
         count, kv, longest, chunks, chunk_tokens, chunk_kv, chunk_blocks, work, entries = _row_sums(
             plan, others, size
         )
@@ -255,12 +256,6 @@ class FeatureMeter:
         features = self.first(plan, accepted)
         self.took(features)
         return features
-
-    def _beam_rows(self, others: Sequence[Row]) -> int:
-        """Sampled rows of beam groups; rows are not checked while there are no such requests."""
-        if not self._beams:
-            return 0
-        return sum(row.samples and row.request_id in self._beams for row in others)
 
     def _drawn_rows(self, plan: StepPlan, others: Sequence[Row], sampled: int) -> int:
         """Sampled rows whose token is drawn; steady rows are looked at again only where they have changed."""

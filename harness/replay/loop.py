@@ -147,7 +147,9 @@ class Replay:
 
     def has_work(self) -> bool:
         """Submit what has arrived; whether there is something to schedule now."""
-        due, seen = self._arrivals.next_ns(), self._seen_ns()
+        due, seen = self._arrivals.next_ns(), int(self._env.now)
+        if self._asynchronous and self._began_ns is not None:
+            seen = self._began_ns
         if due is not None and due <= seen:
             self._submit(self._arrivals.take(seen))
         if not self._scheduler.has_work:
@@ -158,12 +160,6 @@ class Replay:
     def next_ns(self) -> int | None:
         """When the next request may come; None where none does."""
         return self._arrivals.next_ns()
-
-    def _seen_ns(self) -> int:
-        """The time up to which the next step knows of arrivals."""
-        if self._asynchronous and self._began_ns is not None:
-            return self._began_ns
-        return int(self._env.now)
 
     def _waited(self) -> None:
         """The step under way has ended before another one could be scheduled: that one knows of all that came."""

@@ -61,11 +61,8 @@ def step_columns(
 def request_columns(rows: RequestRow[IntArray]) -> RequestTable:
     """Rows of requests, times in ns, as in `RunLog.requests`."""
     found = dict(zip((*REQUEST_COLUMNS, GENERATED, RETURNED), rows, strict=True))
-    return {name: _seconds(column) if name in _TIMES else column for name, column in found.items()}
-
-
-def _seconds(ns: IntArray) -> FloatArray:
-    return np.where(ns == NEVER, np.nan, to_s(ns))
+    times = {name: np.where(found[name] == NEVER, np.nan, to_s(found[name])) for name in _TIMES}
+    return {name: times.get(name, column) for name, column in found.items()}
 
 
 @dataclass(slots=True)

@@ -271,7 +271,9 @@ class _Rounds:
             expected_s = 0.0
             while waiting and self._joins(waiting[0], together, expected_s):
                 point = waiting.popleft()
-                entry = _Begun(point, self._stages(point))
+                kept = Layout(self.out).open_runs(point.fingerprint)
+                stages = self.make(point.config, progress=self.reporter.request, kept=kept)
+                entry = _Begun(point, stages)
                 together.append(entry)
                 yield from self._advance([entry])  # to its first run: a calibration is no part of the round
                 before_s = entry.used_s
@@ -279,10 +281,6 @@ class _Rounds:
                 expected_s += (entry.used_s - before_s) * point.config.replay.repeats
             while any(entry.done is None for entry in together):
                 yield from self._advance(together)
-
-    def _stages(self, point: PlannedPoint) -> Generator[None, None, StorableResult]:
-        kept = Layout(self.out).open_runs(point.fingerprint)
-        return self.make(point.config, progress=self.reporter.request, kept=kept)
 
     @staticmethod
     def _joins(point: PlannedPoint, together: Sequence[_Begun], expected_s: float) -> bool:

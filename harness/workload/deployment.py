@@ -298,6 +298,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
     width = 1 if model.kv_dtype is KVDtype.fp8_e4m3 else None
     size = BYTES[model.dtype]
     bits = _bits_of(model.weight_dtype, model.weight_group)
+    latent = model.latent_rank, model.rope_dim, model.value_dim, model.query_rank
     if model.path:
         shape = checkpoint_shape(CheckpointFacts(model.path, key), size, width)
         if shape.experts:
@@ -312,7 +313,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         kv_bytes_per_element=width,
         tied_embeddings=model.family in TIED if model.tied_embeddings is None else model.tied_embeddings,
         experts=_experts(model),
-        latent=_latent(model),
+        latent=LatentKV(*latent) if model.latent_rank else None,
         window=model.window if model.windowed_layers else None,
         windowed_layers=model.windowed_layers if model.window else 0,
         chunked=model.chunked_windows,
@@ -354,12 +355,6 @@ def _experts(model: ModelConfig) -> Experts | None:
         dense_layers=model.dense_layers,
         skew=model.expert_skew,
     )
-
-
-def _latent(model: ModelConfig) -> LatentKV | None:
-    if not model.latent_rank:
-        return None
-    return LatentKV(model.latent_rank, model.rope_dim, model.value_dim, model.query_rank)
 
 
 def unmodelled(model: ModelConfig, key: str = "model.path") -> str:

@@ -207,14 +207,17 @@ class Point:
 
     def stream(self, identify: Identify | None = None) -> Iterator[TimedRequest]:
         """The same one by one, for traces that should not be in memory as a whole."""
-        identify = identify or self._by_keys()
+        identify = identify or self._by_keys
         for row in self.trace.requests:
             yield TimedRequest(_request(self, row, identify(row)), row.arrival_us * 1000)
 
-    def _by_keys(self) -> Identify:
+    def _by_keys(self, row: TraceRequest) -> BlockIdentity:
         if self.workload.resubmits:
-            return _by_keyed_text
-        return _by_keys_and_answers if self.deployment.cache.answers else _by_keys
+            return KeyIdentity(row.request_id, keyed_text(row), row.salt)
+        output = None
+        if self.deployment.cache.answers and row.output_key is not None:
+            output = row.output_key, row.output_tokens
+        return KeyIdentity(row.request_id, row.segments, row.salt, output=output)
 
 
 def shares_block(row: TraceRequest, block_size: int) -> bool:
@@ -225,19 +228,6 @@ def shares_block(row: TraceRequest, block_size: int) -> bool:
             break
         keyed += segment.tokens
     return keyed >= block_size
-
-
-def _by_keyed_text(row: TraceRequest) -> BlockIdentity:
-    return KeyIdentity(row.request_id, keyed_text(row), row.salt)
-
-
-def _by_keys(row: TraceRequest) -> BlockIdentity:
-    return KeyIdentity(row.request_id, row.segments, row.salt)
-
-
-def _by_keys_and_answers(row: TraceRequest) -> BlockIdentity:
-    output = None if row.output_key is None else (row.output_key, row.output_tokens)
-    return KeyIdentity(row.request_id, row.segments, row.salt, output=output)
 
 
 def _request(
