@@ -7,7 +7,7 @@ error texts and a page of the documentation come from `TABLE`. To add a capabili
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from functools import reduce
 
 from engine.core.options import (
     CachePolicy,
@@ -81,40 +81,31 @@ class Asked:
 
 def asked_of(config: RunConfig) -> Asked:
     """What a configuration asks for."""
-    decoding, model = config.decoding, config.model
+    decoding, model, replay = config.decoding, config.model, config.replay
+    waits = replay.mode in (ReplayMode.closed, ReplayMode.sessions)
     sampled = decoding.mode is DecodingMode.sample and decoding.beam_width == 1
     return Asked(
-        *(model, config.engine, config.device, config.cache, config.scheduler, decoding, config.replay),
+        *(model, config.engine, config.device, config.cache, config.scheduler, decoding, replay),
         oracle=config.oracle.engine,
         several=decoding.beam_width > 1 or (sampled and decoding.n > 1),
         sampled=sampled,
         drafts=decoding.draft_tokens > 0,
         may_share=config.cache.prefix_caching,
         experts=model.experts > 0,
-        waits=_waits(config.replay),
+        waits=str(replay.mode) if waits else "capped" if replay.max_in_flight else None,
     )
-
-
-def _waits(replay: ReplayConfig) -> str | None:
-    if replay.mode in (ReplayMode.closed, ReplayMode.sessions):
-        return str(replay.mode)
-    return "capped" if replay.max_in_flight else None
 
 
 @dataclass(frozen=True)
 class Capability:
     """Something that a point may ask for by `key`, and why each of some ways cannot take it.
 
-    `value(asked)` is what it has there, None where it does not ask for it.
+    `asks(asked)` is what it asks for: True stands for what is at the key, and what is false for nothing.
     """
 
     key: str
-    value: Callable[[Asked], Any]
+    asks: Callable[[Asked], object]
     reasons: Mapping[Way, str]
-
-
-def _if(wanted: bool, value: Any) -> Any:
-    return value if wanted else None
 
 
 _OWN = "a policy of your own runs in Python alone"
@@ -129,90 +120,81 @@ _KEPT = "it is kept for one replica alone"
 TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.policy",
-        lambda a: _if(a.cache.policy is not CachePolicy.paged, a.cache.policy),
+        lambda a: a.cache.policy is not CachePolicy.paged,
         {Way.compiled: "it is not paged", Way.oracle: "vLLM has no contiguous cache"},
     ),
     Capability(
         "cache.groups",
-        lambda a: _if(a.cache.groups is not GroupPages.off, a.cache.groups),
+        lambda a: a.cache.groups is not GroupPages.off,
         {Way.vllm: "it is compared by one block table"},
     ),
     Capability(
         "cache.groups",
-        lambda a: _if(
-            a.cache.groups is not GroupPages.off
-            and (
-                a.cache.groups is not GroupPages.uniform
-                or a.cache.block_size % 16 > 0
-                or a.cache.window_hits is not WindowHits.window
-                or a.cache.behind_first
-                or a.cache.states is not StateMode.align
-                or a.drafts
-            ),
-            a.cache.groups,
+        lambda a: a.cache.groups is not GroupPages.off
+        and (
+            a.cache.groups is not GroupPages.uniform
+            or a.cache.block_size % 16 > 0
+            or a.cache.window_hits is not WindowHits.window
+            or a.cache.behind_first
+            or a.cache.states is not StateMode.align
+            or a.drafts
         ),
         {Way.oracle: "vLLM has groups in pages of one size and blocks of multiples of 16 tokens; their windows are hit "
          "and evicted in one way, states are kept at the ends of rows, and a draft model would be a group of its own"},
     ),
     Capability(
         "cache.groups",
-        lambda a: _if(
-            a.cache.groups is not GroupPages.off
+        lambda a: a.cache.groups is not GroupPages.off
             and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap),
-            a.cache.groups,
-        ),
         {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their own"},
     ),
     Capability(
         "cache.block_size",
-        lambda a: _if(a.cache.block_size % 32 > 0, a.cache.block_size),
+        lambda a: a.cache.block_size % 32 > 0,
         {Way.vllm: "on a CPU vLLM has blocks of multiples of 32 tokens"},
     ),
     Capability(
         "engine.device",
-        lambda a: _if(a.engine.device is not EngineDevice.cpu, a.engine.device),
+        lambda a: a.engine.device is not EngineDevice.cpu,
         {Way.vllm: "vLLM is measured on a CPU alone; a server on a GPU is read by its log (pagetwin_probe, twin)"},
     ),
     Capability(
         "engine.backend",
-        lambda a: _if(a.engine.backend is not Backend.auto, a.engine.backend),
+        lambda a: a.engine.backend is not Backend.auto,
         {Way.vllm: "vLLM has its own kernels"},
     ),
     Capability(
         "model.windowed_layers",
-        lambda a: a.model.windowed_layers or a.model.state_layers or a.model.latent_rank or None,
+        lambda a: a.model.windowed_layers or a.model.state_layers or a.model.latent_rank,
         {Way.vllm: "its layers with windows, states or latent vectors are not compared"},
     ),
     Capability(
         "decoding.mode",
-        lambda a: _if(a.several, "several sequences"),
+        lambda a: a.several and "several sequences",
         {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
          "(decoding.sharing=prefix_cache)"},
     ),
     Capability(
         "decoding.draft_tokens",
-        lambda a: _if(a.drafts, a.decoding.draft_tokens),
+        lambda a: a.drafts,
         {Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
          Way.vllm: "a measured vLLM has no draft model"},
     ),
     Capability(
         "decoding.draft_tokens",
-        lambda a: _if(
-            a.drafts
+        lambda a: a.drafts
             and (a.several or a.cache.eviction != Eviction.lru or a.scheduler.preemption is Preemption.swap),
-            a.decoding.draft_tokens,
-        ),
         {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.eviction"},
     ),
     Capability(
         "decoding.draft_place",
-        lambda a: _if(a.drafts and a.decoding.draft_place is not SpeculationMode.whole, a.decoding.draft_place),
+        lambda a: a.drafts and a.decoding.draft_place is not SpeculationMode.whole,
         {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child",
          Way.compiled: "drafts are cut at the end of a request, or written into a child"},
     ),
     Capability(
         "decoding.branch_hazard",
-        lambda a: a.decoding.branch_hazard or None,
+        lambda a: a.decoding.branch_hazard,
         {Way.compiled: "ends of sampled branches are drawn",
          Way.ahead: "vLLM schedules one row more for what ends before its last token, which is not modelled"},
     ),
@@ -223,28 +205,28 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "decoding.sharing",
-        lambda a: _if(a.several and a.decoding.sharing is Sharing.tail_at_fork, "tail_at_fork"),
+        lambda a: a.several and a.decoding.sharing is Sharing.tail_at_fork,
         {Way.compiled: "beams keep their blocks", Way.groups: "its beams continue the pages of their parents"},
     ),
     Capability(
         "scheduler.preemption",
-        lambda a: _if(a.scheduler.preemption is not Preemption.recompute, a.scheduler.preemption),
+        lambda a: a.scheduler.preemption is not Preemption.recompute,
         {Way.oracle: "vLLM swaps nothing out"},
     ),
     Capability(
         "scheduler.preemption",
-        lambda a: _if(a.scheduler.preemption is not Preemption.recompute and a.several, a.scheduler.preemption),
+        lambda a: a.scheduler.preemption is not Preemption.recompute and a.several,
         {Way.compiled: "several sequences may be swapped out"},
     ),
     Capability(
         "scheduler.static_batch",
-        lambda a: a.scheduler.static_batch or None,
+        lambda a: a.scheduler.static_batch,
         {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches",
          Way.ahead: "a static batch holds its blocks to its end"},
     ),
     Capability(
         "scheduler.adaptive_watermark",
-        lambda a: a.scheduler.adaptive_watermark or None,
+        lambda a: a.scheduler.adaptive_watermark,
         {Way.compiled: "the watermark is adaptive", Way.oracle: "vLLM has no adaptive watermark"},
     ),
     Capability(
@@ -256,31 +238,28 @@ TABLE: tuple[Capability, ...] = (
     Capability("scheduler.victim", lambda a: a.scheduler.victim, {Way.compiled: _OWN, Way.oracle: _OWN}),
     Capability(
         "cache.eviction",
-        lambda a: _if(a.cache.eviction != Eviction.lru, a.cache.eviction),
+        lambda a: a.cache.eviction != Eviction.lru,
         {Way.groups: "it has two orders of its own (cache.behind_first)",
          Way.oracle: "vLLM evicts the least recently used alone"},
     ),
     Capability(
         "cache.eviction",
-        lambda a: _if(a.cache.eviction in _BY_REQUEST, a.cache.eviction), {Way.client: _UNKNOWN}
+        lambda a: a.cache.eviction in _BY_REQUEST, {Way.client: _UNKNOWN}
     ),
     Capability(
         "cache.eviction",
-        lambda a: _if(a.cache.eviction not in (Eviction.lru, *_COMPILED_RULES), a.cache.eviction),
+        lambda a: a.cache.eviction not in (Eviction.lru, *_COMPILED_RULES),
         {Way.compiled: "it knows no such order of eviction"},
     ),
     Capability(
         "cache.eviction",
-        lambda a: _if(
-            a.cache.eviction != Eviction.lru
+        lambda a: a.cache.eviction != Eviction.lru
             and (a.several or a.device.data_parallel > 1 or a.scheduler.preemption is not Preemption.recompute),
-            a.cache.eviction,
-        ),
         {Way.compiled: "a rule of eviction stands beside several sequences, replicas or swapped requests"},
     ),
     Capability(
         "scheduler.async_scheduling",
-        lambda a: a.scheduler.async_scheduling or None,
+        lambda a: a.scheduler.async_scheduling,
         {
             Way.groups: "steps in flight would keep blocks behind a window for one step more",
             Way.vllm: "on a CPU vLLM switches it off",
@@ -288,74 +267,74 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "scheduler.async_frees_at_once",
-        lambda a: _if(a.scheduler.async_scheduling, a.scheduler.async_frees_at_once or None),
+        lambda a: a.scheduler.async_scheduling and a.scheduler.async_frees_at_once,
         {Way.oracle: "vLLM keeps the blocks of what a step ends until the next one is scheduled"},
     ),
     Capability(
         "cache.deduplicate",
-        lambda a: a.cache.deduplicate or None,
+        lambda a: a.cache.deduplicate,
         {Way.groups: "it merges no equal blocks", Way.oracle: "vLLM merges no equal blocks"},
     ),
     Capability(
         "cache.deduplicate",
-        lambda a: (a.cache.deduplicate and a.may_share) or None,
+        lambda a: a.cache.deduplicate and a.may_share,
         {Way.compiled: "prompts may share prefixes, and equal blocks are merged"},
     ),
     Capability(
         "cache.retention",
-        lambda a: _if(a.cache.retention is not Retention.lru, a.cache.retention),
+        lambda a: a.cache.retention is not Retention.lru,
         {Way.oracle: "vLLM keeps freed blocks until they are taken"},
     ),
     Capability(
         "cache.copy_at_fork",
-        lambda a: (a.cache.copy_at_fork and a.several) or None,
+        lambda a: a.cache.copy_at_fork and a.several,
         {Way.compiled: "branches copy their blocks", Way.groups: "its branches share their pages"},
     ),
     Capability(
         "cache.pool_blocks",
-        lambda a: _if(a.cache.groups is not GroupPages.uniform, a.cache.pool_blocks),
+        lambda a: a.cache.groups is not GroupPages.uniform and a.cache.pool_blocks is not None,
         {Way.groups: "pages of its pools differ; use cache.pool_tokens"},
     ),
     Capability(
         "cache.tier_tokens",
-        lambda a: a.cache.tier_tokens or None,
+        lambda a: a.cache.tier_tokens,
         {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
          Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
          Way.client: _UNKNOWN},
     ),
     Capability(
         "cache.disk_tokens",
-        lambda a: _if(a.cache.tier_tokens > 0, a.cache.disk_tokens or None),
+        lambda a: a.cache.tier_tokens > 0 and a.cache.disk_tokens,
         {Way.measured: "files are read from the system's memory again, so no disk would be timed; use measure=false"},
     ),
     Capability(
         "cache.answers",
-        lambda a: a.cache.answers or None,
+        lambda a: a.cache.answers,
         {Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
          Way.compiled: "later prompts find the blocks of answers", Way.vllm: "vLLM answers as its model does"},
     ),
     Capability(
         "cache.answers",
-        lambda a: (a.cache.answers and (a.several or a.drafts)) or None,
+        lambda a: a.cache.answers and (a.several or a.drafts),
         {Way.measured: "the engine is told the answers of single sequences without drafts alone"},
     ),
     Capability(
         "replay.optimum",
-        lambda a: a.replay.optimum or None,
+        lambda a: a.replay.optimum,
         {Way.groups: "the bound is that of one block table", Way.replicas: _ONE, Way.client: _UNKNOWN,
          Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS},
     ),
     *(
         Capability(
             key,
-            value,
+            asks,
             {Way.groups: reason, Way.replicas: _KEPT, Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS,
              Way.compiled: kept},
         )
-        for key, value, reason, kept in (
-            ("replay.kv_events", lambda a: a.replay.kv_events or None, "it keeps no events of the prefix cache",
+        for key, asks, reason, kept in (
+            ("replay.kv_events", lambda a: a.replay.kv_events, "it keeps no events of the prefix cache",
              "events of the prefix cache are kept"),
-            ("replay.lookups", lambda a: a.replay.lookups or None, "it keeps no lookups",
+            ("replay.lookups", lambda a: a.replay.lookups, "it keeps no lookups",
              "lookups of the prefix cache are kept"),
             ("replay.residency", lambda a: a.replay.residency, "it samples no residency",
              "the residency of blocks is sampled"),
@@ -371,9 +350,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "device.frontend_request_us",
-        lambda a: (
-            a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us or None
-        ),
+        lambda a: a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us,
         {Way.compiled: "the server's front end delays requests"},
     ),
     Capability(
@@ -383,23 +360,23 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "device.data_parallel",
-        lambda a: _if(a.device.data_parallel > 1, a.device.data_parallel),
+        lambda a: a.device.data_parallel > 1,
         {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,
          Way.oracle: "several replicas are simulated"},
     ),
     Capability(
         "model.kv_dtype",
-        lambda a: _if(a.model.kv_dtype is not KVDtype.model, a.model.kv_dtype),
+        lambda a: a.model.kv_dtype is not KVDtype.model,
         {Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"},
     ),
     Capability(
         "engine.cuda_graphs",
-        lambda a: a.engine.cuda_graphs or None,
+        lambda a: a.engine.cuda_graphs,
         {Way.measured_groups: "a recorded step has one block table", Way.vllm: "vLLM is measured eagerly"},
     ),
     Capability(
         "oracle",
-        lambda a: _if(a.oracle is not OracleEngine.none, a.oracle),
+        lambda a: a.oracle is not OracleEngine.none,
         {Way.vllm: "every step of a measured vLLM is compared anyway"},
     ),
 )  # fmt: skip
@@ -417,7 +394,8 @@ def _untaken(asked: Asked, way: Way) -> Iterator[tuple[str, str, str]]:
     """Key, value and reason of what a way cannot take."""
     for row in TABLE:
         reason = row.reasons.get(way) or row.reasons.get(_BESIDES.get(way, way))
-        if reason and (value := row.value(asked)) is not None:
+        if reason and (value := row.asks(asked)):
+            value = reduce(getattr, row.key.split("."), asked) if value is True else value
             text = str(value).lower() if isinstance(value, bool) else str(value)
             yield row.key, text, reason
 
