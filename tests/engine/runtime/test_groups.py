@@ -271,9 +271,10 @@ def branched(family, pages, pool_tokens, memory, **params):
     return done
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @cases(
-    ("family", "pages", "pool_tokens"), BRANCHED, day=(("gemma2", "lcm", 110), ("qwen3_next", "uniform", 300))
+    ("family", "pages", "pool_tokens", "memory"),
+    [(*setup, memory) for setup in BRANCHED for memory in MEMORY],
+    day=(("gemma2", "lcm", 110, "swap"), ("qwen3_next", "uniform", 300, "recompute")),
 )
 def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
     import torch
@@ -291,11 +292,10 @@ def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
             assert [each.token_ids for each in found.outputs] == wanted
 
 
-@pytest.mark.parametrize("memory", MEMORY)
 @cases(
-    ("family", "pages", "pool_tokens"),
-    BRANCHED,
-    day=(("gemma3_text", "separate", 110), ("falcon_h1", "lcm", 300)),
+    ("family", "pages", "pool_tokens", "memory"),
+    [(*setup, memory) for setup in BRANCHED for memory in MEMORY],
+    day=(("gemma3_text", "separate", 110, "swap"), ("falcon_h1", "lcm", 300, "recompute")),
 )
 def test_samples_have_the_probabilities_that_the_model_gives_them(family, pages, pool_tokens, memory):
     import torch
