@@ -299,6 +299,10 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
     size = BYTES[model.dtype]
     bits = _bits_of(model.weight_dtype, model.weight_group)
     latent = model.latent_rank, model.rope_dim, model.value_dim, model.query_rank
+    experts = (
+        *(model.experts, model.experts_per_token, model.expert_intermediate),
+        *(model.shared_intermediate, model.dense_layers, model.expert_skew),
+    )
     if model.path:
         shape = checkpoint_shape(CheckpointFacts(model.path, key), size, width)
         if shape.experts:
@@ -312,7 +316,7 @@ def model_shape(model: ModelConfig, key: str = "model.path") -> ModelShape:
         mlp_matrices=2 if model.family in UNGATED else 3,
         kv_bytes_per_element=width,
         tied_embeddings=model.family in TIED if model.tied_embeddings is None else model.tied_embeddings,
-        experts=_experts(model),
+        experts=Experts(*experts) if model.experts else None,
         latent=LatentKV(*latent) if model.latent_rank else None,
         window=model.window if model.windowed_layers else None,
         windowed_layers=model.windowed_layers if model.window else 0,
@@ -342,19 +346,6 @@ def _with_states(shape: ModelShape, model: ModelConfig) -> ModelShape:
             "them with a window, and at least one layer must keep tokens",
         )
     return replace(shape, state_layers=model.state_layers, state_bytes=model.state_bytes)
-
-
-def _experts(model: ModelConfig) -> Experts | None:
-    if not model.experts:
-        return None
-    return Experts(
-        count=model.experts,
-        active=model.experts_per_token,
-        intermediate=model.expert_intermediate,
-        shared=model.shared_intermediate,
-        dense_layers=model.dense_layers,
-        skew=model.expert_skew,
-    )
 
 
 def unmodelled(model: ModelConfig, key: str = "model.path") -> str:
@@ -418,8 +409,11 @@ def _device_shape(deployment: Deployment) -> DeviceShape:
             "device.tensor_parallel",
             f"found {device.tensor_parallel}, must divide the {heads} heads of {deployment.model.name} evenly",
         )
+    same = {
+        each.name: getattr(device, each.name) for each in fields(DeviceShape) if hasattr(device, each.name)
+    }
     return DeviceShape(
-        name=device.name,
+        **same,
         bandwidth=device.bandwidth_gbs * 1e9,
         flops=device.tflops * 1e12,
         step_overhead_s=device.step_overhead_us * 1e-6,
@@ -427,21 +421,13 @@ def _device_shape(deployment: Deployment) -> DeviceShape:
         parallel=device.tensor_parallel,
         link_bandwidth=device.link_gbs * 1e9,
         link_latency_s=device.link_latency_us * 1e-6,
-        link_efficiency=device.link_efficiency,
         host_bandwidth=device.host_link_gbs * 1e9,
         host_latency_s=device.host_link_latency_us * 1e-6,
-        bandwidth_efficiency=device.bandwidth_efficiency,
-        kv_efficiency=device.kv_efficiency,
-        compute_efficiency=device.compute_efficiency,
-        attention_efficiency=device.attention_efficiency,
         attention_overhead_s=device.attention_overhead_us * 1e-6,
         row_overhead_s=device.row_overhead_us * 1e-6,
         overlaps=True,
-        expert_parallel=device.expert_parallel,
         replicas=device.data_parallel if deployment.shape.experts else 1,
-        multiprocessors=device.multiprocessors,
         cache=device.l2_mib * 2**20,
-        clock_ghz=device.clock_ghz,
         block_size_factor=_block_size_factor(deployment),
     )
 

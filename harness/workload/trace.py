@@ -87,17 +87,10 @@ def reshaped_trace(config: RunConfig) -> Trace:
     """
     trace, workload = config.trace, config.workload
     try:
-        reshaping = (
-            _source_key(config),
-            workload.num_requests,
-            workload.length_scale,
-            workload.prefix_share,
-            workload.num_prefixes,
-            workload.prefix_zipf,
-            workload.request_rate,
-            workload.seed,
-        )
-        return _RESHAPED.get(reshaping, lambda: _reshaped(*reshaping))
+        source = _source_key(config), workload.num_requests
+        shared = workload.prefix_share, workload.num_prefixes, workload.prefix_zipf, workload.seed
+        reshaping = (source, workload.length_scale, shared, workload.request_rate)
+        return _RESHAPED.get(reshaping, lambda: _reshaped(source, config))
     except TraceError as error:
         raise ConfigError("trace.path" if trace.path else "trace.name", str(error)) from error
     except ParameterError as error:
@@ -122,7 +115,13 @@ def shared_as_asked(trace: Trace, config: RunConfig) -> Trace:
 
 def _source_key(config: RunConfig) -> tuple[Any, ...]:
     """The cache key: all settings that decide what is read, and the file's modification time."""
-    trace = config.trace
+    trace, workload, arrivals, sharing = config.trace, config.workload, None, None
+    if trace.arrivals is not TraceArrivals.recorded:
+        assert trace.arrival_rate is not None  # harness.config.checks
+        arrivals = ArrivalProcess(str(trace.arrivals), trace.arrival_rate, shape=trace.arrival_shape)
+    if trace.sharing is not SharingModel.none:
+        prefixes = workload.num_prefixes, workload.prefix_zipf
+        sharing = PrefixSharing(str(trace.sharing), trace.share, *prefixes)
     reading = (trace.ticks, trace.on_error, trace.sort, trace.tokenizer, config.workload.seed)
     return (
         trace.format,
@@ -130,8 +129,8 @@ def _source_key(config: RunConfig) -> tuple[Any, ...]:
         trace.path,
         _stamp(trace.path),
         reading,
-        _arrivals(config),
-        _sharing(config),
+        arrivals,
+        sharing,
     )
 
 
@@ -142,21 +141,6 @@ def _stamp(path: str | None) -> int:
     place = Path(path)
     files = (place, *(place.rglob("*") if place.is_dir() else ()))
     return max((file.stat().st_mtime_ns for file in files), default=0)
-
-
-def _arrivals(config: RunConfig) -> ArrivalProcess | None:
-    trace = config.trace
-    if trace.arrivals is TraceArrivals.recorded:
-        return None
-    assert trace.arrival_rate is not None  # harness.config.checks
-    return ArrivalProcess(str(trace.arrivals), trace.arrival_rate, shape=trace.arrival_shape)
-
-
-def _sharing(config: RunConfig) -> PrefixSharing | None:
-    trace, workload = config.trace, config.workload
-    if trace.sharing is SharingModel.none:
-        return None
-    return PrefixSharing(str(trace.sharing), trace.share, workload.num_prefixes, workload.prefix_zipf)
 
 
 class RecentTraces:
@@ -186,20 +170,9 @@ class RecentTraces:
 _SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_000)
 
 
-def _reshaped(
-    source: tuple[Any, ...],
-    num_requests: int | None,
-    length_scale: float,
-    prefix_share: float | None,
-    num_prefixes: int,
-    zipf: float,
-    rate: float | None,
-    seed: int,
-) -> Trace:
-    trace = _SOURCES.get((source, num_requests), lambda: _taken(source, num_requests))
-    trace = scale_lengths(trace, length_scale)
-    if prefix_share is not None:
-        trace = share_prefixes(trace, prefix_share, num_prefixes, zipf, seed)
+def _reshaped(source: tuple[tuple[Any, ...], int | None], config: RunConfig) -> Trace:
+    trace, rate = _SOURCES.get(source, lambda: _taken(*source)), config.workload.request_rate
+    trace = shared_as_asked(scale_lengths(trace, config.workload.length_scale), config)
     return set_rate(trace, rate) if rate is not None else trace
 
 
