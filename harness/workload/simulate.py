@@ -394,13 +394,15 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     lanes = Balancer(arrivals, schedulers).lanes
     replays = [
         Replay(
-            *parts,
+            *(lane, scheduler, executor, recorder),
             live=live,
             until_ns=point.workload.traffic.until_ns,
             asynchronous=point.deployment.scheduler.async_scheduling,
             env=env,
         )
-        for *parts, live in zip(lanes, schedulers, executors, recorders, lives, strict=True)
+        for lane, scheduler, executor, recorder, live in zip(
+            lanes, schedulers, executors, recorders, lives, strict=True
+        )
     ]
     if lockstep:
         assert isinstance(cost, RooflineCost)  # `check_cost` refuses others
