@@ -87,15 +87,16 @@ def normalise(config: RunConfig) -> RunConfig:
     return config if alike else replace(config, **changes)
 
 
-_PATHS = (
-    *(
-        ("trace", "path"),
-        ("model", "path"),
-        ("cost", "kernels"),
-        ("cost", "operators"),
-        ("cost", "cache_dir"),
-    ),
-    *(("decoding", "beam_parents"), ("decoding", "draft_path"), ("oracle", "python")),
+_PATHS = tuple(
+    (section, name)
+    for section, names in (
+        ("trace", ("path",)),
+        ("model", ("path",)),
+        ("cost", ("kernels", "operators", "cache_dir")),
+        ("decoding", ("beam_parents", "draft_path")),
+        ("oracle", ("python",)),
+    )
+    for name in names
 )
 
 
@@ -121,10 +122,7 @@ def _applies(config: RunConfig) -> Iterable[tuple[str, bool, str]]:
         ("cache", not paged, "placement"),
         ("cache", paged and grouped, "window_hits retention_interval behind_first states state_every"),
         ("cache", hashed, "tier_tokens eviction answers retention hash deduplicate"),
-        (
-            *("cache", tiered),
-            "disk_tokens tier_store tier_chunk tier_eviction tier_load tier_overlap",
-        ),
+        ("cache", tiered, "disk_tokens tier_store tier_chunk tier_eviction tier_load tier_overlap"),
         ("cache", Eviction.ttl in rules, "ttl_s"),
         ("cache", Eviction.pinned in rules, "pinned_tokens"),
         ("workload", wide, "widths"),
