@@ -1,5 +1,7 @@
 """Errors of the engine. Each message says what is wrong, where, and what to do about it."""
 
+from typing import Any
+
 
 class ModelError(ValueError):
     """A model cannot be built, found, or run on paged KV; names the model and the reason."""
@@ -52,3 +54,9 @@ class StepError(RunError):
 
 class EngineDeadError(RunError):
     """The engine's thread has ended, so no request can run."""
+
+
+def not_offered(value: object, only: tuple[Any, ...]) -> str | None:
+    """Why an argument of vLLM's is refused whose value is none of `only`, which ask for nothing; else None."""
+    allowed = " or ".join(map(repr, only[:4]))
+    return None if value in only else f"{value!r} is not offered here, only {allowed}"

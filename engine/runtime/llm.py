@@ -15,10 +15,17 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from engine.runtime.engine import Engine, Prompt
-from engine.runtime.errors import EngineOptionError, ModelError, ParamsError, PromptError, RequestError
+from engine.runtime.errors import (
+    EngineOptionError,
+    ModelError,
+    ParamsError,
+    PromptError,
+    RequestError,
+    not_offered,
+)
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
-from engine.runtime.options import not_offered, options_of
+from engine.runtime.options import options_of
 from engine.runtime.params import OutputKind as RequestOutputKind
 from engine.runtime.params import SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput, encode_prompt, truncated

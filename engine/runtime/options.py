@@ -28,7 +28,7 @@ from engine.core.options import (
     TierStore,
     WindowHits,
 )
-from engine.runtime.errors import EngineOptionError
+from engine.runtime.errors import EngineOptionError, not_offered
 
 if TYPE_CHECKING:
     from engine.core.memory.manager import KVCacheManager
@@ -259,12 +259,6 @@ _WITHOUT_EFFECT = {
 }
 """Names that change how vLLM runs or what it logs, and no token: taken, and the log says that they do nothing."""
 _VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": "xxh3_128"}}
-
-
-def not_offered(value: object, only: tuple[Any, ...]) -> str | None:
-    """Why an argument of vLLM's is refused whose value is none of `only`, which ask for nothing; else None."""
-    allowed = " or ".join(map(repr, only[:4]))
-    return None if value in only else f"{value!r} is not offered here, only {allowed}"
 
 
 def options_of(given: Mapping[str, Any]) -> EngineOptions:

@@ -12,8 +12,7 @@ from numbers import Integral
 from typing import Any, Literal
 
 from engine.core.options import Decoding
-from engine.runtime.errors import ParamsError
-from engine.runtime.options import not_offered
+from engine.runtime.errors import ParamsError, not_offered
 from engine.runtime.structured import Constraint, StructuredOutputsParams
 
 EarlyStopping = bool | Literal["never"]
