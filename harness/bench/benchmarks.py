@@ -18,7 +18,7 @@ from harness.bench import calls
 from harness.bench.cases import KernelCase
 from harness.bench.results import Problem, ProblemKind, kind_of, note, read_problems, read_settings, shortened
 from harness.cost.timings import OURS
-from paged_kernels.providers import Case
+from paged_kernels.providers import Case, find_providers
 from paged_kernels.providers.case import exact_output
 
 MOST_FAILURES = 2  # of one provider, after which it is not tried again in this run
@@ -96,7 +96,7 @@ def test_attention(
     provider: str,
 ) -> None:
     """One case by one provider. Its output is checked first, then its time is measured."""
-    found = calls.known_providers(settings["user_function"])[provider]
+    found = find_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
     _skip_if_late(spec.name, provider, settings["until"], Path(settings["problems"]))
     _skip_if_hopeless(provider, Path(settings["problems"]))

@@ -9,23 +9,13 @@ the time is the CPU time of this process. Each round uses several sets of inputs
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 
 from harness.bench.cases import KernelCase
-from harness.cost.timings import NATIVE
-from paged_kernels import Workspace
-from paged_kernels.backends import Demand, unavailable, unserved_by_native
 from paged_kernels.private import sleep_on_device
-from paged_kernels.providers import Case, Provider, Run, UnsupportedCaseError, find_providers
-
-if TYPE_CHECKING:
-    from engine.runtime.attention.metadata import StepLayout
-    from engine.runtime.kv_pool import KVPool
-
+from paged_kernels.providers import Case, Provider, Run
 
 Call = Callable[[], object]
 
@@ -244,69 +234,3 @@ def product_of(flops: int, device: torch.device) -> Callable[[], object]:
     """A square matrix product of about `flops` operations: the yardstick of a call that arithmetic limits."""
     side = max(64, round((flops / 2) ** (1 / 3) / 64) * 64)
     return _product(side, device, torch.Generator(device).manual_seed(1))
-
-
-def known_providers(function: str | None = None) -> dict[str, Provider]:
-    """Every provider by name, whether or not it can run here; `function` adds the user's `module:function`.
-
-    Raises `OptionError` where that function cannot be found.
-    """
-    return {**find_providers(function), NATIVE: Native()}
-
-
-@dataclass(frozen=True)
-class _Pool:
-    """What an attention plan asks of the engine's pool."""
-
-    block_size: int
-    device: torch.device
-    token_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Native:
-    """The engine's attention on a CPU: compiled decode, and prefill where C computes it, on blocks where they lie."""
-
-    name: str = NATIVE
-    capturable: bool = False
-
-    def available(self, device: torch.device) -> str | None:
-        """It needs a CPU and a C compiler."""
-        return unavailable("native", device) or None
-
-    def prepare(self, case: Case) -> Run:
-        """The attention metadata that the engine makes for the step; torch computes chunks in 16 bits, as there."""
-        from engine.runtime.attention.metadata import NativeMetadata
-
-        demand = Demand.of(case.q, case.key_cache, case.value_cache, case.scoring)
-        if reason := unserved_by_native(demand._replace(chunk=not case.decode)):
-            raise UnsupportedCaseError(
-                f"{case.name} is left to torch ('paged'): the compiled kernel {reason}"
-            )
-        token_bytes = case.key_cache[0, 0].nbytes + case.value_cache[0, 0].nbytes
-        pool = cast("KVPool", _Pool(case.block_size, case.device, token_bytes))
-        metadata = NativeMetadata(_layout(case), pool, Workspace())
-        out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
-        run = partial(metadata.attend, case.q, case.key_cache, case.value_cache, case.scoring, out)
-
-        def call() -> torch.Tensor:
-            run()
-            return out
-
-        return call
-
-
-def _layout(case: Case) -> "StepLayout":
-    """The batch as the engine lays it out: unused table entries are the null block; chunks have tables of their own."""
-    from engine.runtime.attention.metadata import PrefillRow, StepLayout
-
-    lengths = np.array(case.lengths, dtype=np.int64)
-    table = case.block_table.numpy().astype(np.int64)
-    needed = -(-lengths // case.block_size)
-    used = np.arange(table.shape[1]) < needed[:, None]
-    if case.decode:
-        return StepLayout(np.where(used, table, 0), lengths, [])
-    starts = np.cumsum([0, *case.queries]).tolist()
-    rows = zip(table, needed, starts, case.queries, case.lengths, strict=False)
-    chunks = [PrefillRow(own[:count], start, queries, length) for own, count, start, queries, length in rows]
-    return StepLayout(table[:0], lengths[:0], chunks)

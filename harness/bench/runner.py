@@ -73,13 +73,13 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
     """The names of the providers to run, ours first; and for requested ones that cannot run, the reason."""
     import torch
 
-    from harness.bench.calls import known_providers
     from paged_kernels.checks import OptionError
+    from paged_kernels.providers import find_providers
 
     if device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here")
     try:
-        known = known_providers(flags.function)
+        known = find_providers(flags.function)
     except OptionError as error:
         raise UserError(f"--function {error}") from error
     slow = SLOW_ON_CPU if device == "cpu" else ()

@@ -33,8 +33,8 @@ ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
 QUERIES = 128  # of the prefill cases
 SOFTCAP = 30.0  # of the torch cases
 C_FILES = ("decode.c", "prefill.c", "decode.h", "vectors.h")
-TORCH_FILES = ("gathered.py", "decode.py", "prefill.py")  # each imports only those before it
-_TORCH = "paged_kernels.torch"
+TORCH_FILE = "attention.py"
+_TORCH = "paged_kernels.torch.attention"
 
 
 def case_names() -> list[str]:
@@ -48,8 +48,7 @@ def sources() -> dict[str, str]:
     import paged_kernels.torch
 
     native = Path(paged_kernels.native.__file__).parent
-    torch_paths = Path(paged_kernels.torch.__file__).parent
-    files = [*(native / name for name in C_FILES), *(torch_paths / name for name in TORCH_FILES)]
+    files = [*(native / name for name in C_FILES), Path(paged_kernels.torch.__file__).parent / TORCH_FILE]
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
@@ -86,30 +85,29 @@ def works(version: Mapping[str, str] | None, data: CpuInputs, folder: Path) -> d
     """
     if version is None:
         from paged_kernels.native import library
-        from paged_kernels.torch import decode, prefill
+        from paged_kernels.torch import attention
 
-        return _works(library(), decode, prefill, data)
-    kept = {f"{_TORCH}.{name.removesuffix('.py')}": version[name] for name in TORCH_FILES}
-    modules = load(kept, folder)
-    return _works(_compile(version, folder), modules[f"{_TORCH}.decode"], modules[f"{_TORCH}.prefill"], data)
+        return _works(library(), attention, data)
+    module = load({_TORCH: version[TORCH_FILE]}, folder)[_TORCH]
+    return _works(_compile(version, folder), module, data)
 
 
-def _works(native: ctypes.CDLL, decode: ModuleType, prefill: ModuleType, data: CpuInputs) -> dict[str, Work]:
+def _works(native: ctypes.CDLL, attention: ModuleType, data: CpuInputs) -> dict[str, Work]:
     from paged_kernels import Scoring, Workspace
 
     scoring, q = Scoring(DIM**-0.5, softcap=SOFTCAP), data.q
     table, lengths = data.table.numpy(), data.lengths.numpy()
-    metadata = decode.decode_metadata(table, lengths, BLOCK, token_bytes=2 * KV_HEADS * DIM * 4)
-    chunk = prefill.prefill_metadata(table[0], 0, QUERIES, CONTEXT, BLOCK)
+    metadata = attention.decode_metadata(table, lengths, BLOCK, token_bytes=2 * KV_HEADS * DIM * 4)
+    chunk = attention.prefill_metadata(table[0], 0, QUERIES, CONTEXT, BLOCK)
     decode_out, prefill_out, space = q[:ROWS].clone(), q[:QUERIES].clone(), Workspace()
     caches = data.keys, data.values
 
     def torch_decode() -> object:
-        decode.run_decode(metadata, q[:ROWS], *caches, scoring, decode_out, space)
+        attention.run_decode(metadata, q[:ROWS], *caches, scoring, decode_out, space)
         return decode_out
 
     def torch_prefill() -> object:
-        prefill.run_prefill(chunk, q[:QUERIES], *caches, scoring, prefill_out, space)
+        attention.run_prefill(chunk, q[:QUERIES], *caches, scoring, prefill_out, space)
         return prefill_out
 
     compiled = {NATIVE: _native(native, data), CHUNK: _native_prefill(native, data)}

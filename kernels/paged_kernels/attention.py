@@ -24,10 +24,16 @@ from paged_kernels.cascade_groups import each_query
 from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
 from paged_kernels.native import attention as native
 from paged_kernels.scoring import Scoring
-from paged_kernels.torch import decode as torch_decode
-from paged_kernels.torch.decode import DecodeMetadata, decode_metadata, run_decode
-from paged_kernels.torch.gathered import merge_reference
-from paged_kernels.torch.prefill import prefill_metadata, run_prefill
+from paged_kernels.torch.attention import (
+    DecodeMetadata,
+    cascade_metadata,
+    decode_metadata,
+    merge_reference,
+    prefill_metadata,
+    run_cascade,
+    run_decode,
+    run_prefill,
+)
 
 if TYPE_CHECKING:
     from paged_kernels.triton.decode import PartsOfStep
@@ -122,9 +128,11 @@ def prepare_native(batch: PagedBatch, scoring: Scoring, out: torch.Tensor, works
 
     def run_all() -> None:
         if len(single):
-            part = whole if len(single) == len(out) else out.new_empty(len(single), *out.shape[1:])
-            native.run_decode(rows, batch.q[places], *caches, scoring, part, workspace)
-            if part is not whole:
+            everything = len(single) == len(out)
+            part = whole if everything else out.new_empty(len(single), *out.shape[1:])
+            q = batch.q if everything else batch.q[places]
+            native.run_decode(rows, q, *caches, scoring, part, workspace)
+            if not everything:
                 whole[places] = part
         for row, span in chunks:
             given = (table[row], int(lengths[row]), batch.q[span], *caches, scoring, whole[span], workspace)
@@ -339,13 +347,13 @@ def cascade_attention_decode(
     demand = Demand.of(q, key_cache, value_cache)._replace(options=("cascades",))
     chosen = choose_backend(backend, q.device, demand).backend
     if rows and chosen == "triton":
-        from paged_kernels.triton.cascade import run_cascade, sort_groups
+        from paged_kernels.triton import cascade
         from paged_kernels.triton.decode import Queries
 
         queries = None if cu_seqlens_q is None else Queries(bounds, most)
-        groups = sort_groups(shared_block_table, prefix_lens, group_ids, suffix_lens, queries, len(q))
+        groups = cascade.sort_groups(shared_block_table, prefix_lens, group_ids, suffix_lens, queries, len(q))
         given = (*batch[:3], groups, *batch[3:5], scoring, out, lse)
-        run_cascade(*given, queries=queries, workspace=workspace)
+        cascade.run_cascade(*given, queries=queries, workspace=workspace)
     elif rows:  # each query is a row of its own
         row, own, ids = each_query(bounds, len(q), suffix_lens, group_ids)
         divided = (shared_block_table, prefix_lens, suffix_block_table[row], own, ids)
@@ -353,9 +361,9 @@ def cascade_attention_decode(
             _copy_result(out, lse, *reference.cascade_attention(*batch[:3], *divided, scoring))
         else:
             size, width = key_cache.shape[1], token_bytes(key_cache, value_cache)
-            metadata = torch_decode.cascade_metadata(*divided, block_size=size, token_bytes=width)
+            metadata = cascade_metadata(*divided, block_size=size, token_bytes=width)
             scratch = workspace or DEFAULT_WORKSPACE
-            torch_decode.run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
+            run_cascade(*batch[:3], metadata, scoring, out, lse, scratch)
     return out
 
 

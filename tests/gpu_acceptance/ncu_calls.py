@@ -16,13 +16,13 @@ from pathlib import Path
 
 import torch
 
-from harness.bench.calls import build, known_providers
+from harness.bench.calls import build
 from harness.bench.cases import KernelCase
 from harness.console import say
 from harness.cost.timings import ALWAYS, OURS
 from harness.store.atomic import write_files
 from paged_kernels import Workspace
-from paged_kernels.providers import Case, Run, UnsupportedCaseError
+from paged_kernels.providers import Case, Run, UnsupportedCaseError, find_providers
 
 Watch = Callable[[str], AbstractContextManager[None]]
 VECTOR = "vector"
@@ -107,7 +107,7 @@ def profile(spec: KernelCase, provider: str, device: torch.device, watched: Watc
 
 
 def _prepared(provider: str, case: Case) -> Run:
-    return prepare(case) if provider == VECTOR else known_providers()[provider].prepare(case)
+    return prepare(case) if provider == VECTOR else find_providers()[provider].prepare(case)
 
 
 @contextmanager

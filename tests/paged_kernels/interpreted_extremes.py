@@ -15,10 +15,10 @@ from interpreted_cases import (
     attend,
     check,
     cut_short_rows,
-    few_over_shared,
     halves,
     latent_case,
     options_of,
+    over_shared,
     spec_of,
 )
 from tiers import cases
@@ -125,7 +125,7 @@ def test_nan_reaches_a_few_queries_over_what_they_share(place):
     case.key_cache[case.block_table[0, place], 2] = float("nan")  # token 18 or 114
     exact, _ = exact_attention(case)
     for backend in ("triton", "torch"):
-        assert_same(few_over_shared(case, 64, backend=backend), exact)
+        assert_same(over_shared(case, 64, backend=backend), exact)
 
 
 def blocks_far_apart(cache, apart=2**29 + 2**19):
@@ -215,15 +215,7 @@ def widen_all(pairs, even, odd, kind: tl.constexpr):
 def test_nan_reaches_the_output_of_a_cascade(which, shared, options):
     case, (exact, _) = strange(float("nan"), which, (300, 200), shared_tokens=shared, **options)
     for backend in ("triton", "torch"):
-        found = cascade_attention_decode(
-            case.q,
-            case.key_cache,
-            case.value_cache,
-            *halves(case, shared),
-            **options_of(case),
-            backend=backend,
-        )
-        assert_same(found, exact)
+        assert_same(over_shared(case, shared, backend=backend), exact)
 
 
 @np.errstate(invalid="ignore")
@@ -357,8 +349,7 @@ def test_tables_and_lengths_of_a_cascade_may_be_int64():
 
 def test_a_cascade_of_a_large_group_equals_the_whole():
     case = build_case(spec_of((20, 25), heads=40, kv_heads=1, shared_tokens=16, block_size=8))
-    inputs = (case.q, case.key_cache, case.value_cache, *halves(case, 16))
-    found = cascade_attention_decode(*inputs, **options_of(case), backend="triton")
+    found = over_shared(case, 16)
     assert relative_error(found, exact_attention(case)[0]) < TOLERANCE[FP32]
 
 

@@ -17,14 +17,13 @@ pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1 keeps Triton from compiling", allow_module_level=True)
 
-from interpreted_cases import check_latent, cut_short_rows, halves, options_of
+from interpreted_cases import check_latent, cut_short_rows, over_shared
 from ptx.interpreter import Machine
 from ptx.kernel_cases import TIGHT, PoisonedWorkspace, assert_exact, hostile, run_compiled
 from ptx.program import parse
 from ptx.triton_launch import interpreted_launches
 
 from paged_kernels import (
-    cascade_attention_decode,
     copy_blocks,
     merge_attn_states,
     reshape_and_cache,
@@ -162,13 +161,11 @@ def test_latent_vectors(queries, widths):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("options", [{}, {"sinks": True, "window": 90, "softcap": 2.0, "alibi": True}])
-def test_cascade(options):
-    case = hostile((200, 150, 129), shared_tokens=128, **options)
-    inputs = (case.q, case.key_cache, case.value_cache, *halves(case, 128))
+@pytest.mark.parametrize("queries", [(), (5, 3, 1)])
+def test_cascade(queries, options):
+    case = hostile((200, 150, 129), queries, shared_tokens=128, **options)
     with interpreted_launches() as launches:
-        found = cascade_attention_decode(
-            *inputs, **options_of(case), backend="triton", workspace=PoisonedWorkspace()
-        )
+        found = over_shared(case, 128, workspace=PoisonedWorkspace())
     assert relative_error(found, exact_attention(case)[0]) < TIGHT[BF16]
     assert launches.reached("prefix_kernel") > 0.99
 

@@ -112,13 +112,11 @@ def check_latent(lengths, queries, heads, widths, *, num_splits=None, **options)
     assert torch.allclose(lse.double(), sums, atol=1e-5 if q.dtype == FP32 else 2e-2)
 
 
-def few_over_shared(case, shared, *, backend="triton", lse=None):
-    """A cascade over the case's first `shared` tokens, with its queries."""
-    bounds = {"cu_seqlens_q": case.cu_seqlens_q, "max_seqlen_q": int(case.cu_seqlens_q.diff().max())}
-    caches = (case.q, case.key_cache, case.value_cache)
-    return cascade_attention_decode(
-        *caches, *halves(case, shared), **bounds, **options_of(case), backend=backend, lse=lse
-    )
+def over_shared(case, shared, *, backend="triton", **more):
+    """A cascade over the case's first `shared` tokens."""
+    several = {} if case.decode else {"cu_seqlens_q": case.cu_seqlens_q}
+    inputs = (case.q, case.key_cache, case.value_cache, *halves(case, shared))
+    return cascade_attention_decode(*inputs, **several, **options_of(case), backend=backend, **more)
 
 
 def halves(case, shared):

@@ -21,8 +21,7 @@ from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_
 from paged_kernels.memory import PagedBatch
 from paged_kernels.native import attention as native
 from paged_kernels.torch import cache as torch_cache
-from paged_kernels.torch.decode import decode_metadata, run_decode
-from paged_kernels.torch.prefill import prefill_metadata, run_prefill
+from paged_kernels.torch.attention import decode_metadata, prefill_metadata, run_decode, run_prefill
 
 if TYPE_CHECKING:
     from paged_kernels.triton.cascade import SharedPrefixes

@@ -2,15 +2,15 @@
 
 The code of transformers is not edited. A layer keeps its weights and gets another `forward`. Norms and MLPs are
 recognised by their parts, not by the name of their class, and are replaced only if the new `forward` gives the same
-results on random rows. The norm is one pass in C (`norm.c`). Linear weights are copied once into the order that the
+results on random rows. The norm is one pass in C (`layer.c`). Linear weights are copied once into the order that the
 CPU's matrix kernels read; their results are bit-identical in bfloat16, and in float32 the order of the sums differs.
-The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass (`gate.c`).
+The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass.
 In float32 the many rows of a prefill are multiplied by the weights as they are, unless a short probe finds
 that MKL does not use all of this CPU. The middle of an MLP lies in memory that is kept: new memory of tens of megabytes
 would be cleared by the operating system at every call.
 
 transformers rotates q and k with a function of the model's file, in about ten passes over memory. An attention module
-gets its own `forward` with another function in that place, in one pass of C (`rotate.c`). Everything else keeps its
+gets its own `forward` with another function in that place, in one pass of C. Everything else keeps its
 function. The function is replaced only if both give the same numbers for random input.
 """
 

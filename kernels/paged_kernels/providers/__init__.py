@@ -68,7 +68,7 @@ def find_providers(function: str | None = None) -> dict[str, Provider]:
     every_case = ours.Cascade("cascade-always", always=True)
     own = (ours.Paged(), ours.HopperPrefill(), ours.ContiguousDecode(), ours.Cascade(), every_case)
     sdpa = (libraries.ContiguousSdpa(), libraries.GatherSdpa())
-    others = (libraries.FlexAttention(), libraries.FlashInfer(), libraries.FlashAttention())
+    others = (libraries.FlexAttention(), libraries.FlashInfer(), libraries.FlashAttention(), ours.Native())
     users = (load_function(function),) if function else ()
     providers: tuple[Provider, ...] = (*own, *sdpa, *others, *users)
     return {provider.name: provider for provider in providers}

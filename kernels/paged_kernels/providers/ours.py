@@ -7,8 +7,15 @@ from functools import partial
 import numpy as np
 import torch
 
-from paged_kernels.attention import prepare_torch, run_triton
-from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, no_hopper, unavailable
+from paged_kernels.attention import prepare_native, prepare_torch, run_triton
+from paged_kernels.backends import (
+    Demand,
+    check_prefill_kernel,
+    choose_backend,
+    no_hopper,
+    unavailable,
+    unserved_by_native,
+)
 from paged_kernels.cascade_groups import (
     CascadeCost,
     CascadeGroups,
@@ -19,7 +26,7 @@ from paged_kernels.cascade_groups import (
 from paged_kernels.checks import OptionError
 from paged_kernels.memory import PagedBatch, Workspace
 from paged_kernels.providers.case import Case, Everywhere, Run, UnsupportedCaseError, contiguous_kv
-from paged_kernels.torch import decode as torch_decode
+from paged_kernels.torch import attention as torch_attention
 
 # With this cost every shared block is read once. It measures the crossover that the cost rule is compared with.
 ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
@@ -128,9 +135,9 @@ class Cascade(Everywhere):
             arguments = (*caches, prefixes, table, lengths, case.scoring, out)
             return returning(out, partial(run_cascade, *arguments, workspace=workspace))
         sizes = {"block_size": case.block_size, "token_bytes": case.token_bytes}
-        metadata = torch_decode.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
+        metadata = torch_attention.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
         torch_arguments = (*caches, metadata, case.scoring, out, None, workspace)
-        return returning(out, partial(torch_decode.run_cascade, *torch_arguments))
+        return returning(out, partial(torch_attention.run_cascade, *torch_arguments))
 
     def _groups(self, case: Case) -> CascadeGroups | None:
         return find_cascade_groups(
@@ -141,6 +148,28 @@ class Cascade(Everywhere):
             rows_per_tile=rows_per_tile(case.heads // case.kv_heads, case.device),
             cost=ALWAYS if self.always else cost_of(case.device),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """Our C kernels, which the engine runs on a CPU."""
+
+    name: str = "native"
+    capturable: bool = False
+
+    def available(self, device: torch.device) -> str | None:
+        """It needs a CPU and a C compiler."""
+        return unavailable("native", device) or None
+
+    def prepare(self, case: Case) -> Run:
+        """Prepare as an engine does, once per step. Chunks in 16 bits may be left to torch, as there."""
+        demand = Demand.of(case.q, case.key_cache, case.value_cache, case.scoring)
+        if reason := unserved_by_native(demand._replace(chunk=not case.decode)):
+            raise UnsupportedCaseError(
+                f"{case.name} is left to torch ('paged'): the compiled kernel {reason}"
+            )
+        out = output_of(case)
+        return returning(out, prepare_native(batch_of(case), case.scoring, out, Workspace()))
 
 
 def batch_of(case: Case) -> PagedBatch:

@@ -143,8 +143,6 @@ def run_cascade(
     *,
     queries: Queries | None = None,
     workspace: Workspace | None = None,
-    path: str = "auto",
-    prefix_splits: int | None = None,
     parts: PartsOfStep | None = None,
 ) -> None:
     """Each row's query, or `queries`, over its group's prefix and its own suffix, into `out` and `lse` as a decode."""
@@ -152,18 +150,16 @@ def run_cascade(
     shape, groups = shape_of(q, key_cache, value_cache), len(shared.lens)
     rows = listed.rows(shape, queries, suffix_table, suffix_lens)
     inputs = (q, key_cache, value_cache, rows)
-    launch = prepare_launch(inputs, scoring, None, workspace, path, listed, lse=lse is not None)
+    launch = prepare_launch(inputs, scoring, None, workspace, "auto", listed, lse=lse is not None)
     sums = suffix_lens if lse is None else lse
     config = prefix_config(shape, len(q), capability_of(q.device))
     tiles = triton.cdiv(len(q), tokens_of(shape, config)) + groups - 1
-    splits = prefix_splits or pick_prefix_splits(
-        tiles * shape.kv_heads, shared.tables.shape[1] * shape.block_size, q.device
-    )
+    splits = pick_prefix_splits(tiles * shape.kv_heads, shared.tables.shape[1] * shape.block_size, q.device)
     pieces = q.shape[0] * splits * q.shape[1]
     part = workspace.take("prefix_parts", pieces * shape.dv, q, torch.float32)
     part_lse = workspace.take("prefix_part_lse", pieces, q, torch.float32)
     caches = [shape.as_read(cache) for cache in (key_cache, value_cache)]
-    constants = prefix_constants(shape, config, launch.features, groups=groups, splits=splits, path=path)
+    constants = prefix_constants(shape, config, launch.features, groups=groups, splits=splits)
     prefix_kernel[(tiles * shape.kv_heads * chunks_of(shape, config), splits)](
         q, *caches, shared.tables, shared.bounds, shared.order, shared.lens,
         shared.own, or_any(scoring.alibi, q), part, part_lse,

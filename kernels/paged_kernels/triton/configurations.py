@@ -50,6 +50,7 @@ PLAIN = Features()
 # Instructions of a warp per byte of K and V that the loop of decode may take, by bytes per element. An H200 delivers
 # about 20 bytes per clock to each multiprocessor, which issues 4 instructions: above 0.2 instructions limit the speed.
 MOST_PER_BYTE = {2: 0.060, 1: 0.085}
+FEW_MOST_PER_BYTE = {4: 0.060, 8: 0.080}  # of 2 to 7 queries a row, by warps (`docs/kernel-speed.md`)
 SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # Types of the arguments that point neither to queries nor to a cache, by name.
@@ -207,9 +208,10 @@ def _cascades() -> Iterator[KernelConfiguration]:
     for shape in (_shape(64), _shape(128, torch.float32), _shape(128, group=1)):
         yield from prefix(shape)
     shape = _shape(128)
-    constants = combine_constants(shape, PLAIN, splits=0, prefix_splits=4)
     kernel = triton_decode_kernel.combine_kernel
-    yield configuration("combine/bf16/d128/prefix4", kernel, shape, constants, SMALL)
+    for tokens, more in ((0, ""), (16, "/tokens16")):
+        constants = combine_constants(shape, PLAIN, splits=0, prefix_splits=4, tokens=tokens)
+        yield configuration(f"combine/bf16/d128/prefix4{more}", kernel, shape, constants, SMALL)
 
 
 def _writes() -> Iterator[KernelConfiguration]:
@@ -247,9 +249,9 @@ def short(shape: AttentionShape, queries: int, features: Features = PLAIN) -> It
         kind = f"latent{shape.rotary}/" if shape.rotary else ""
         key = f"decode/{kind}{_name(shape, features)}/{constants['PATH']}/q{queries}/sm_{alike[0]}"
         made = configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
-        made = replace(
-            made, kv_bytes=config.tile * (shape.dk + (shape.rotary or shape.dv)) * shape.kv_dtype.itemsize
-        )
+        kv_bytes = config.tile * (shape.dk + (shape.rotary or shape.dv)) * shape.kv_dtype.itemsize
+        most = FEW_MOST_PER_BYTE[config.warps] if shape == _shape(128) and 1 < queries < 8 else 0.0
+        made = replace(made, kv_bytes=kv_bytes, most_per_byte=most)
         yield from _on(made, alike)
 
 
@@ -258,11 +260,10 @@ def prefill(
     features: Features = PLAIN,
     *,
     capabilities: tuple[int, ...] = TUNED,
-    path: str = "auto",
 ) -> Iterator[KernelConfiguration]:
     """The prefill kernel for one shape: one configuration for all architectures that are launched alike."""
     for config, alike in _alike(lambda capability: prefill_config(shape, capability), capabilities):
-        constants = prefill_constants(shape, config, features, sequences=64, path=path)
+        constants = prefill_constants(shape, config, features, sequences=64)
         key = f"prefill/{_name(shape, features)}/{constants['PATH']}/sm_{alike[0]}"
         kernel = triton_prefill_kernel.prefill_kernel
         yield from _on(configuration(key, kernel, shape, constants, config, matrix=config.rows >= 64), alike)
@@ -271,7 +272,7 @@ def prefill(
 def prefix(shape: AttentionShape, capabilities: tuple[int, ...] = TUNED) -> Iterator[KernelConfiguration]:
     """The prefix kernel for one shape, as `prefill`."""
     for config, alike in _alike(lambda capability: prefix_config(shape, 64, capability), capabilities):
-        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4, path="auto")
+        constants = prefix_constants(shape, config, PLAIN, groups=1, splits=4)
         key = f"prefix/{_name(shape, PLAIN)}/{constants['PATH']}/sm_{alike[0]}"
         kernel = triton_prefix_kernel.prefix_kernel
         yield from _on(configuration(key, kernel, shape, constants, config, matrix=config.rows >= 64), alike)

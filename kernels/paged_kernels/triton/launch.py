@@ -317,18 +317,18 @@ def combine_constants(
 
 
 def prefill_constants(
-    shape: AttentionShape, config: LaunchConfig, features: Features, *, sequences: int, path: str
+    shape: AttentionShape, config: LaunchConfig, features: Features, *, sequences: int
 ) -> dict[str, Any]:
     """Constants of `prefill_kernel`."""
     options = {"HAS_SINKS": features.sinks, "HAS_LSE": features.lse}
-    return _common(shape, config, features, path) | {"ROWS_PAD": rows_pad(sequences)} | options
+    return _common(shape, config, features) | {"ROWS_PAD": rows_pad(sequences)} | options
 
 
 def prefix_constants(
-    shape: AttentionShape, config: LaunchConfig, features: Features, *, groups: int, splits: int, path: str
+    shape: AttentionShape, config: LaunchConfig, features: Features, *, groups: int, splits: int
 ) -> dict[str, Any]:
     """Constants of `prefix_kernel`, which computes the shared prefixes of a cascade."""
-    return _common(shape, config, features, path) | {"GROUPS_PAD": rows_pad(groups), "SPLITS": splits}
+    return _common(shape, config, features) | {"GROUPS_PAD": rows_pad(groups), "SPLITS": splits}
 
 
 def store_constants(shape: AttentionShape, *, values: bool = True) -> dict[str, Any]:
@@ -356,7 +356,9 @@ def rows_pad(rows: int) -> int:
     return max(64, int(triton.next_power_of_2(rows)))
 
 
-def _common(shape: AttentionShape, config: LaunchConfig, features: Features, path: str) -> dict[str, Any]:
+def _common(
+    shape: AttentionShape, config: LaunchConfig, features: Features, path: str = "auto"
+) -> dict[str, Any]:
     each, narrowest = (2, 32) if shape.pairs else (1, 16)
     strides = (stride // each for stride in shape.strides)
     return {

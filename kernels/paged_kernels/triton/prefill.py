@@ -119,8 +119,6 @@ def run_prefill(
     scoring: Scoring,
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
-    *,
-    path: str = "auto",
 ) -> None:
     """Attention of the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q `[tokens, heads, dk]` for every sequence i.
 
@@ -148,6 +146,6 @@ def run_prefill(
             scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, sequences,
             q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
             table.stride(0), out.stride(0), out.stride(1),
-            **prefill_constants(shape, config, features, sequences=sequences, path=path),
+            **prefill_constants(shape, config, features, sequences=sequences),
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_changed_line_of_the_accepted_code_changes_only_the_accepted_side(
     torch: Any, tmp_path: Path
 ) -> None:
     changed = cpu.sources()
-    changed["decode.py"] = changed["decode.py"].replace(
+    changed["attention.py"] = changed["attention.py"].replace(
         "out[rows].copy_(result.reshape(out[rows].shape))",
         "out[rows].copy_(2 * result.reshape(out[rows].shape))",
     )

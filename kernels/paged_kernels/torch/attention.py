@@ -1,10 +1,16 @@
-"""Fast decode and cascade on torch: gather the blocks of a few sequences into a reused buffer, then one SDPA over them.
+"""Fast attention on torch: gather blocks into a reused buffer, then one SDPA over them.
 
-The query heads of a group become extra query rows of their key head. That is several times faster than repeating the
-keys. Sequences are taken in batch order, a few at a time, so the gathered KV is still in the CPU cache when it is read.
-A caller that sorts rows by length avoids padding. All index tensors are made once per step and serve every layer.
+Decode takes a few sequences at a time. The query heads of a group become extra query rows of their key head, which is
+several times faster than repeating the keys. Sequences are taken in batch order, so the gathered KV is still in the CPU
+cache when it is read. A caller that sorts rows by length avoids padding. A cascade attends to each row's own keys,
+gathers each prefix once for all of its rows, and merges both.
 
-A cascade attends to each row's own keys, gathers each prefix once for all of its rows, and merges both.
+Prefill takes one sequence at a time, its queries in tiles, each tile over the keys that it may see, which skips most of
+the masked half of the score matrix. All keys are read from the cache, also those just written, so a wrong slot shows in
+the result.
+
+All index tensors are made once per step and serve every layer. `fused_attention` is torch's SDPA. `explicit_attention`
+computes the scores itself. It serves what SDPA does not support: softcap, sinks, ALiBi, and the LSE on a GPU.
 """
 
 from dataclasses import dataclass, field
@@ -12,21 +18,115 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
 from paged_kernels.memory import IntArray, Workspace, storable
-from paged_kernels.scoring import Scoring, additive
-from paged_kernels.torch.gathered import (
-    as_query_dtype,
-    explicit_attention,
-    fused_attention,
-    gather_blocks,
-    gather_into,
-    gives_lse,
-    merge_reference,
-)
+from paged_kernels.private import flash_with_lse
+from paged_kernels.scoring import Scoring, additive, causal_window
 
 CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would not stay in the CPU cache until they are read
 GPU_GATHER_BYTES = 256 << 20  # large, because a GPU is faster with few launches
+QUERY_TILE = 128  # queries per tile
+
+
+def merge_reference(
+    o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_attn_states` in readable torch, in the dtype that its inputs promote to. Returns output and LSE."""
+    top = torch.maximum(lse_a, lse_b)
+    base = top.masked_fill(top == float("-inf"), 0.0)
+    weight_a, weight_b = torch.exp(lse_a - base), torch.exp(lse_b - base)
+    total = weight_a + weight_b
+    seen = total != 0  # not `> 0`: a NaN of either side must reach the output
+    safe = total.masked_fill(~seen, 1.0)
+    merged = _weighed(o_a, weight_a / safe) + _weighed(o_b, weight_b / safe)
+    return merged, (base + safe.log()).masked_fill(~seen, float("-inf"))
+
+
+def _weighed(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`out` x weight, and 0 where the weight is 0: the output of an empty side is undefined."""
+    return torch.where(weight.unsqueeze(-1) != 0, out * weight.unsqueeze(-1), 0.0)
+
+
+def gather_blocks(cache: torch.Tensor, blocks: torch.Tensor, name: str, workspace: Workspace) -> torch.Tensor:
+    """`[blocks, block_size, heads, dim]` of `blocks`, in the workspace's memory. 8-bit floats stay bytes."""
+    cache = storable(cache)
+    buffer = workspace.take(name, len(blocks) * cache[0].numel(), cache)
+    gather_into(cache, blocks, buffer)
+    return buffer.view(-1, *cache.shape[1:])
+
+
+def gather_into(cache: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor) -> None:
+    """Copy blocks into a flat buffer. Blocks that are dense in NHD order are copied whole, others by element."""
+    if cache[0].is_contiguous():
+        torch.index_select(cache.flatten(1), 0, blocks, out=buffer.view(len(blocks), -1))
+    else:
+        torch.index_select(cache, 0, blocks, out=buffer.view(len(blocks), *cache.shape[1:]))
+
+
+def as_query_dtype(values: torch.Tensor, dtype: torch.dtype, kv_dtype: torch.dtype) -> torch.Tensor:
+    """Gathered values in the queries' dtype: bytes of an 8-bit cache are converted, others already have it."""
+    return values.view(kv_dtype).to(dtype) if kv_dtype.itemsize == 1 else values
+
+
+def gives_lse(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether `fused_attention` can return the LSE over k and v `[..., d]`.
+
+    torch's public call does not, its CPU kernel does, for K and V of one width.
+    """
+    return flash_with_lse is not None and k.device.type == "cpu" and k.shape[-1] == v.shape[-1]
+
+
+def fused_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    scoring: Scoring,
+    *,
+    lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Output `[N, kv_heads, rows, dv]` in q's dtype and, if asked for, the natural-log LSE `[N, kv_heads, rows]`.
+
+    q `[N, kv_heads, rows, dk]`, k and v `[N, kv_heads, L, d]`; `mask` is additive in q's dtype and broadcasts.
+    """
+    scale, sums = scoring.scale * scoring.k_scale, None
+    if lse:
+        result, sums = flash_with_lse(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
+    else:
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return (result if scoring.v_scale == 1 else result * scoring.v_scale), sums
+
+
+def explicit_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor,
+    scoring: Scoring,
+    distance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention with scores in float32 or wider: q `[N, kv_heads, group, T, dk]`, k and v `[N, kv_heads, 1, L, d]`.
+
+    `mask` is additive and broadcasts to `[N, kv_heads, group, T, L]`; the window is part of it. `distance` broadcasts
+    to the same shape: key position - query position, for ALiBi. Returns the output `[N, kv_heads, group, T, dv]` in
+    q's dtype and the LSE `[N, kv_heads, group, T]`; a query that sees no key gets 0 and -inf.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) * (scoring.scale * scoring.k_scale)
+    if scoring.softcap:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if scoring.alibi is not None and distance is not None:
+        scores = scores + scoring.alibi.to(wide).view(1, scores.shape[1], -1, 1, 1) * distance
+    scores = scores + mask
+    empty = (scores == float("-inf")).all(-1)
+    with_sinks = scores
+    if scoring.sinks is not None:
+        column = scoring.sinks.to(wide).view(1, scores.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+        with_sinks = torch.cat([scores, column], dim=-1)
+    lse = torch.logsumexp(with_sinks, dim=-1)
+    weights = torch.exp(scores - lse.masked_fill(empty, 0.0).unsqueeze(-1))
+    return torch.matmul(weights.to(v.dtype), v) * scoring.v_scale, lse.masked_fill(empty, float("-inf"))
 
 
 class _Views(NamedTuple):
@@ -335,3 +435,110 @@ def _gather_prefix(
     if window:
         tokens[: max(0, group.least + 1 - window)] = 0
     return tokens[: group.length].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillMetadata:
+    """One sequence's chunk: queries `start : stop` of the flat batch, the last ones of `length` cached tokens."""
+
+    start: int
+    stop: int
+    length: int
+    blocks: torch.Tensor  # int64 [ceil(length / block_size)]
+    masks: dict[tuple[int, int, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, queries: int, keys: int, window: int, dtype: torch.dtype) -> torch.Tensor:
+        """Additive mask `[queries, keys]` for the tile that ends at key `keys`, made once and kept for all layers."""
+        found = self.masks.get((keys, window, dtype))
+        if found is None:
+            visible = causal_window(queries, keys, window, device=self.blocks.device)
+            found = self.masks[keys, window, dtype] = additive(visible, dtype)
+        return found
+
+    def distance(self, queries: int, keys: int) -> torch.Tensor:
+        """Key position - query position, `[queries, keys]`, for the tile that ends at key `keys`."""
+        query = torch.arange(keys - queries, keys, device=self.blocks.device).unsqueeze(1)
+        return torch.arange(keys, device=self.blocks.device) - query
+
+
+def prefill_metadata(
+    table: IntArray,
+    start: int,
+    queries: int,
+    length: int,
+    block_size: int,
+    *,
+    device: torch.device | str = "cpu",
+) -> PrefillMetadata:
+    """Metadata of one sequence: `length` tokens in the cache, of which the last `queries` are computed.
+
+    `table` `[blocks]` are its block ids, `start` its first row in the flat batch.
+    """
+    blocks = torch.from_numpy(np.ascontiguousarray(table[: -(-length // block_size)], dtype=np.int64))
+    return PrefillMetadata(start, start + queries, length, blocks.to(device))
+
+
+def run_prefill(
+    metadata: PrefillMetadata,
+    q: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    scoring: Scoring,
+    out: torch.Tensor,
+    workspace: Workspace,
+    lse: torch.Tensor | None = None,
+) -> None:
+    """Attention of rows `start : stop` of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
+    k, v = (
+        as_query_dtype(_gather_row(metadata, cache, name, scoring.window, workspace), q.dtype, cache.dtype)
+        for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
+    )
+    context = metadata.length - (metadata.stop - metadata.start)
+    attend = _fused_tile if scoring.plain and lse is None else _explicit_tile
+    for first in range(metadata.start, metadata.stop, QUERY_TILE):
+        rows = slice(first, min(first + QUERY_TILE, metadata.stop))
+        keys = context + rows.stop - metadata.start
+        result, part = attend(q[rows], k[:, :keys], v[:, :keys], metadata, scoring)
+        out[rows].copy_(result)
+        if lse is not None and part is not None:
+            lse[rows] = part
+
+
+def _gather_row(
+    metadata: PrefillMetadata, cache: torch.Tensor, name: str, window: int, workspace: Workspace
+) -> torch.Tensor:
+    """The sequence's tokens as `[kv_heads, length, dim]`; the unused slots of its last block are left out.
+
+    Slots that the window of every query has left are 0: they may be NaN, and 0 x NaN is NaN.
+    """
+    tokens = gather_blocks(cache, metadata.blocks, name, workspace).view(-1, *cache.shape[2:])
+    context = metadata.length - (metadata.stop - metadata.start)
+    if window:
+        tokens[: max(0, context + 1 - window)] = 0
+    return tokens[: metadata.length].transpose(0, 1)
+
+
+def _fused_tile(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: PrefillMetadata, scoring: Scoring
+) -> tuple[torch.Tensor, None]:
+    square = q.shape[0] == k.shape[1] and not scoring.window
+    result = F.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        attn_mask=None if square else metadata.mask(q.shape[0], k.shape[1], scoring.window, q.dtype),
+        is_causal=square,
+        scale=scoring.scale * scoring.k_scale,
+        enable_gqa=True,
+    )[0].transpose(0, 1)
+    return (result if scoring.v_scale == 1 else result * scoring.v_scale), None
+
+
+def _explicit_tile(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: PrefillMetadata, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = metadata.mask(q.shape[0], k.shape[1], scoring.window, torch.promote_types(q.dtype, torch.float32))
+    distance = metadata.distance(q.shape[0], k.shape[1]) if scoring.alibi is not None else None
+    grouped = q.reshape(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
+    result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring, distance)
+    return result[0].flatten(0, 1).transpose(0, 1), lse[0].flatten(0, 1).transpose(0, 1)
