@@ -295,7 +295,7 @@ def _run_group(
         "model": str(_checkpoint(shape_name, shape, folder)),
         "dtype": dtype,
         "threads": int(threads[:-1]),
-        "amx": not left_out,
+        "amx": NO_AMX not in left_out,
         "block_size": _BLOCK_SIZE,
         "pool_tokens": _POOL_TOKENS,
         "step_tokens": _STEP_TOKENS,
@@ -311,7 +311,7 @@ def _run_group(
             if engine in (OURS, *modes)
         }
         for number, load in product(range(-1, rounds), loads):
-            prompts, outputs = requests_of(shape.loads[load], shape.config["vocab_size"], number)
+            prompts, outputs = requests_of(shape.loads[load], shape.config["vocab_size"], number + 1)
             said = {
                 engine: peer.ask({"prompts": prompts, "outputs": outputs})
                 for engine, (peer, _) in engines.items()

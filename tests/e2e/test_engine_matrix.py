@@ -189,6 +189,15 @@ def test_requests_that_share_a_beginning_differ_behind_it():
     assert len({tuple(prompt) for prompt in prompts}) == 3
 
 
+def test_no_round_repeats_the_prompts_of_another(peer, without_ours, tmp_path, monkeypatch):
+    seeds, drawn = [], matrix.requests_of
+    monkeypatch.setattr(
+        matrix, "requests_of", lambda load, vocab, seed: seeds.append(seed) or drawn(load, vocab, seed)
+    )
+    main(_words(peer[0], tmp_path / "matrix.json", "--only", "eager", "prefill"))
+    assert len({abs(seed) for seed in seeds}) == 3  # a warm-up and two rounds; Random(-1) draws as Random(1)
+
+
 def test_the_ratio_is_of_median_rounds_and_the_spread_of_single_ones():
     cell = Cell("a", 10, [[0, 1.0], [0, 2.0], [0, 4.0]], [[0, 2.0]] * 3, 1, 1)
     assert (cell.ratio, cell.spread) == (1.0, (0.5, 2.0))

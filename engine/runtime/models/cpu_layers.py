@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from inspect import signature
+from inspect import signature, unwrap
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -344,7 +344,7 @@ _ROTATE_TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 0.0}
 
 def rotary_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     """A forward of an attention module that rotates in C; None if it does not rotate, or not by this rule."""
-    own = type(module).forward
+    own = unwrap(type(module).forward, stop=_is_whole)
     if not isinstance(own, FunctionType) or _ROTATION not in own.__code__.co_names or why_unavailable():
         return None
     theirs = own.__globals__.get(_ROTATION)
@@ -366,6 +366,11 @@ def rotary_forward(module: torch.nn.Module) -> Callable[..., Any] | None:
     copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     copy.__kwdefaults__ = own.__kwdefaults__
     return MethodType(copy, module)
+
+
+def _is_whole(function: Any) -> bool:
+    """Not what transformers wraps around a function that takes the old name of an argument too."""
+    return getattr(function, "__globals__", {}).get("__name__") != "transformers.utils.deprecation"
 
 
 def _fits(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:

@@ -39,8 +39,11 @@ def test_a_type_is_what_the_document_says(name):
 
 
 def test_the_document_names_every_causal_type_that_transformers_has():
+    from transformers import __version__
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    if f"causal types of transformers {__version__}:" not in DOCUMENT.read_text(encoding="utf-8"):
+        pytest.skip(f"the document is of another transformers than {__version__}")
     assert set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(documented()) == set()
 
 

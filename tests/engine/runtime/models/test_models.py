@@ -232,6 +232,8 @@ def test_a_model_object_that_ignores_our_attention_is_refused(family, monkeypatc
         },
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=64, **shapes[family]))
+    if family == "gptj" and model._supports_attention_backend:
+        pytest.skip("this transformers routes it through its attention interface (5.17 does not)")
     native = model.config._attn_implementation
     monkeypatch.setattr(module, "check_config", lambda name, config: None)
     with pytest.raises(ModelError, match=r"cannot be replaced|drops extra arguments"):

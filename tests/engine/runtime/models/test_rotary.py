@@ -1,5 +1,7 @@
 """Rotation in C gives the numbers of transformers' own function, and other rules of rotation stay as they are."""
 
+from inspect import unwrap
+
 import pytest
 import torch
 from transformers.models.cohere.modeling_cohere import CohereAttention
@@ -152,4 +154,4 @@ def test_transformers_keeps_its_own_function():
     before = modeling_llama.apply_rotary_pos_emb
     rotary_forward(attention())
     assert modeling_llama.apply_rotary_pos_emb is before
-    assert modeling_llama.LlamaAttention.forward.__globals__ is vars(modeling_llama)
+    assert unwrap(modeling_llama.LlamaAttention.forward).__globals__ is vars(modeling_llama)
