@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import tier
 
 from harness.config.errors import UserError
-from harness.gate import beside, policy
+from harness.gate import beside, policy, settings
 from harness.gate.findings import GateVerdict, Measured, new_baseline, write_baseline
 from harness.gate.loads import loads
 
@@ -35,6 +36,7 @@ def work_fixture(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], Callable[
     """Makes work of a given amount."""
     clock = Clock()
     monkeypatch.setattr("harness.gate.beside.time", clock)
+    monkeypatch.setattr("harness.gate.settings.RESAMPLES", tier(1000, settings.RESAMPLES))
     return clock.work
 
 
@@ -87,11 +89,11 @@ def test_the_core_of_the_baseline_is_the_one_that_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    monkeypatch.setattr(policy, "ratios_of", lambda sides: seen.append(sides()[1]()) or [1.0] * 20)
+    monkeypatch.setattr(policy, "ratios_of", lambda sides: [1.0] * 20)
     kept = policy.measure()
     kept.environment["sources"]["harness.gate.loads"] += "\n\nLoad.run = lambda self: -1\n"
     write_baseline(tmp_path / "policy.json", new_baseline(kept, "test"))
-    seen.clear()
+    monkeypatch.setattr(policy, "ratios_of", lambda sides: seen.append(sides()[1]()) or [1.0] * 20)
     policy.measure(tmp_path)
     assert seen == [-1] * len(policy.case_names())
 
