@@ -98,18 +98,12 @@ def calibrate(
     *,
     budget_s: float | None = None,
     grid: bool = False,
-) -> FittedCost:
+) -> Calibration:
     """Measure, fit, validate and store; at most a minute without a budget. `progress` gets (case, done, all).
 
-    Without a budget held-out workloads are measured once, so that there is no spread of repeats.
+    Without a budget held-out workloads are measured once, so that there is no spread of repeats. `grid` also measures
+    attention shape by shape for the `table` model.
     """
-    return full_calibration(deployment, progress, budget_s=budget_s, grid=grid).fitted
-
-
-def full_calibration(
-    deployment: Deployment, progress: CaseProgress | None = None, *, budget_s: float | None, grid: bool
-) -> Calibration:
-    """The same, with all results; `grid` also measures attention shape by shape for the `table` model."""
     deployment = replace(deployment, engine=replace(deployment.engine, audit=Audit.off))
     begun, load, budget = datetime.now(UTC), os.getloadavg()[0], Budget(budget_s)
     lone, lone_wall, reference = lone_request_s(deployment)

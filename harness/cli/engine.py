@@ -244,10 +244,10 @@ def _run_calibrate(arguments: Arguments) -> int:
     deployment = deployment_of(calibrated_config(arguments.overrides))
     if arguments.flags.dry_run:
         return _dry_run(deployment, arguments.flags.budget)
-    from harness.calibrate.run import full_calibration
+    from harness.calibrate.run import calibrate
     from harness.calibrate.store import calibration_path
 
-    found = full_calibration(
+    found = calibrate(
         deployment,
         _progress,
         budget_s=arguments.flags.budget,

@@ -179,7 +179,8 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
     """
     if len(lengths.prompt_tokens) == 0:
         return {}
-    hits = _hits(lengths, cache)
+    cached = cache.reserve_tokens is None and cache.prefix_caching
+    hits = ideal_hit_tokens(lengths, cache.block_size) if cached else 0
     found = {
         "finished": float(len(lengths.prompt_tokens)),
         "hit_tokens": float(hits),
@@ -189,12 +190,6 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
     if cache.reserve_tokens is not None:
         return found if cache.uneven else found | _contiguous(lengths, cache.reserve_tokens)
     return found | _paged(lengths, cache.block_size, hits)
-
-
-def _hits(lengths: Lengths, cache: CacheShape) -> int:
-    if cache.reserve_tokens is not None or not cache.prefix_caching:
-        return 0
-    return ideal_hit_tokens(lengths, cache.block_size)
 
 
 def _contiguous(lengths: Lengths, reserve_tokens: int) -> dict[str, float]:

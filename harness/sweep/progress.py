@@ -97,7 +97,12 @@ class TimeModel:
             variance = float("nan") if part is None else variance + share**2 * part
         if variance != variance:
             return Span(total, None, None)
-        half = _student(min(fit.points - fit.known for _, fit in took)) * sqrt(variance) if took else 0.0
+        if not took:
+            return Span(0.0, 0.0, 0.0)
+        from scipy.special import stdtrit
+
+        freedom = min(fit.points - fit.known for _, fit in took)
+        half = float(stdtrit(freedom, _CONFIDENCE)) * sqrt(variance)
         return Span(total, max(0.0, total - half), total + half)
 
     def _fit(self, config: RunConfig) -> TimeFit | None:
@@ -210,12 +215,6 @@ def at_once(sweep: SweepPlan) -> int:
 def work_of(config: RunConfig) -> int:
     """The size of a point: requests times runs; a trace in a file without a limit counts as 1,000 requests."""
     return (config.workload.num_requests or _UNKNOWN) * (1 + config.replay.repeats if config.measure else 1)
-
-
-def _student(freedom: int) -> float:
-    from scipy.special import stdtrit
-
-    return float(stdtrit(freedom, _CONFIDENCE))
 
 
 def _kind_of(config: RunConfig) -> Kind:

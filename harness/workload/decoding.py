@@ -100,20 +100,13 @@ _WIDTHS = ("n", "best_of", "beam_width")
 
 def trace_decoding_of(config: RunConfig) -> TraceDecoding:
     """How the configuration has the trace's requests decoded."""
-    return TraceDecoding(_configured(config), config.workload.widths is Widths.recorded)
-
-
-def _configured(config: RunConfig) -> RequestDecoding:
-    decoding = config.decoding
+    decoding, recorded = config.decoding, config.workload.widths is Widths.recorded
     if decoding.beam_width > 1:
-        return RequestDecoding(decoding.beam_width, Decoding.beam)
-    sampled = decoding.mode is DecodingMode.sample
-    speculation = None
-    if decoding.draft_tokens:
-        speculation = Speculation(decoding.draft_tokens, decoding.draft_place)
-    return RequestDecoding(
-        decoding.n if sampled else 1, Decoding.sample if sampled else Decoding.greedy, speculation
-    )
+        return TraceDecoding(RequestDecoding(decoding.beam_width, Decoding.beam), recorded)
+    drafts = Speculation(decoding.draft_tokens, decoding.draft_place) if decoding.draft_tokens else None
+    if decoding.mode is DecodingMode.sample:
+        return TraceDecoding(RequestDecoding(decoding.n, Decoding.sample, drafts), recorded)
+    return TraceDecoding(RequestDecoding(1, Decoding.greedy, drafts), recorded)
 
 
 KEY = "decoding.beam_parents"
@@ -228,14 +221,11 @@ def _mismatch(chosen: Selections, wanted: Mapping[int, tuple[int, int]]) -> str:
             return f"it has no beams of request {request_id}"
         if len(choices) != selections:
             return f"it has {len(choices)} selections of request {request_id}, which makes {selections}"
-        wrong = next((parents for parents in choices if _invalid(parents, width)), None)
+        beams = {*range(width)}
+        wrong = next((each for each in choices if len(each) != width or not {*each} <= beams), None)
         if wrong is not None:
             return f"request {request_id} has {width} beams, it recorded parents {wrong}"
     return ""
-
-
-def _invalid(parents: Sequence[int], width: int) -> bool:
-    return len(parents) != width or not all(0 <= parent < width for parent in parents)
 
 
 @dataclass(frozen=True)
