@@ -1,7 +1,7 @@
 """Replaying a workload: the free-running prediction, and the replay of a measured run's recording.
 
-Most points can be replayed by compiled code (`harness.workload.simulate`). All others run through the scheduler and
-cache of `engine.core`. Outcomes that depend on token values come from `harness.point.workload.drawn`.
+Most points can be replayed by compiled code (`harness.compiled`). All others run through the scheduler and cache of
+`engine.core`. Outcomes that depend on token values come from `Workload.drawn`.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
