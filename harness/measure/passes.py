@@ -113,15 +113,13 @@ class Passes:
 
     @property
     def levels(self) -> list[float]:
-        """Seconds of the cases that every pass has, of each pass but the first over their mean: passes are spread over
-        the calibration's time, so that they tell how well it would repeat itself."""
+        """Seconds of each pass but the first over the mean of its cases: passes are spread over the calibration's time,
+        so that they tell how well it would repeat itself. Cases with one such pass are left out."""
         passes = [found for number, found in sorted(self._levels.items()) if 0 < number < MOST_PASSES]
-        shared = [case for case in self._kept if all(case in one for one in passes)]
-        if not shared or len(passes) < 2:
-            return []
-        seconds = np.array([[one[case] for case in shared] for one in passes])
-        levels: list[float] = (seconds / seconds.mean(axis=0)).mean(axis=1).tolist()
-        return levels
+        each = {case: [found[case] for found in passes if case in found] for case in self._kept}
+        means = {case: float(np.mean(seconds)) for case, seconds in each.items() if len(seconds) > 1}
+        ratios = [[found[case] / means[case] for case in means if case in found] for found in passes]
+        return [float(np.mean(one)) for one in ratios if one]
 
     def measure(self) -> list[TimedCase]:
         """The runs to fit of every case for which there was time; the first few cases always run."""
