@@ -392,13 +392,13 @@ def best_rule(paths: PrefixPaths, size: int, blocks: int) -> tuple[Eviction, flo
     """
     rows = paths.trace.requests
     ratios = {}
+    prompts = paths.named_blocks(size)
     for rule in Eviction:
         pool, hits = (
             BlockPool(blocks, eviction=new_policy(rule, pinned=RunConfig().cache.pinned_tokens // size)),
             0,
         )
-        for index, row in enumerate(rows):
-            names = [(name, each) for name, count in paths.extents(index, size) for each in range(count)]
+        for row, names in zip(rows, prompts, strict=True):
             if len(names) > blocks:
                 continue
             found = pool.find(names[: (row.prompt_tokens - 1) // size])

@@ -19,23 +19,29 @@ order of the trace, and nothing else takes memory. So no engine with this many b
 finds more in their prompts, whatever it evicts, pins or keeps.
 """
 
-from bisect import bisect_left, bisect_right
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from traces.trace import Ints, Segment, SegmentColumns, Trace
+from traces.trace import Ints, SegmentColumns, Trace
 
 _MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
 _NEVER = 1 << 60
-_Step = tuple[int, int, int, int]  # path before it, key, start, stop
-Extent = tuple[int, int]  # name, number of blocks; equal names hold equal prefixes
+Block = tuple[int, int]
+
+
+class Extents(NamedTuple):
+    """Blocks of many prompts, those that always occur together in one; equal names hold equal prefixes."""
+
+    prompt: Ints
+    name: Ints
+    blocks: Ints
 
 
 def prompt_paths(prompts: SegmentColumns, roots: Ints | None = None) -> tuple[Ints, Ints]:
@@ -47,27 +53,35 @@ def prompt_paths(prompts: SegmentColumns, roots: Ints | None = None) -> tuple[In
     """
     count = len(prompts.first) - 1
     seen, path = np.zeros(count, np.int64), np.zeros(count, np.int64) if roots is None else roots.copy()
-    live, paths, depth = np.arange(count), int(path.max(initial=0)) + 1, 0
+    for live, pair, tokens in _levels(prompts, path):
+        seen[live] += np.minimum(tokens, _longest_before(pair, tokens))
+    return seen, path
+
+
+def _levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+    """Segment by segment: the prompts that still have a keyed one, a number for its path and key, and its tokens.
+
+    `path` has the root of each prompt, and becomes the path behind its keyed segments.
+    """
+    live, paths, depth = np.arange(len(path)), int(path.max(initial=0)) + 1, 0
+    keys = np.unique(prompts.key, return_inverse=True)[1]
     while True:
         live = live[prompts.first[live] + depth < prompts.first[live + 1]]
         live = live[prompts.is_keyed[prompts.first[live] + depth]]
         if not len(live):
-            return seen, path
+            return
         place = prompts.first[live] + depth
         tokens = prompts.tokens[place]
-        pair = _numbered(path[live], prompts.key[place])
-        seen[live] += np.minimum(tokens, _longest_before(pair, tokens))
+        pair = _numbered(path[live], keys[place])
+        yield live, pair, tokens
         path[live] = paths + _numbered(pair, tokens)
         paths, depth = paths + len(live), depth + 1
 
 
-def _numbered(first: Ints, second: npt.NDArray[Any]) -> Ints:
-    """A number for each pair, equal for equal ones, from 0."""
-    order = np.lexsort((second, first))
-    is_new = (np.diff(first[order], prepend=-1) != 0) | (second[order] != np.roll(second[order], 1))
-    numbers = np.empty(len(first), np.int64)
-    numbers[order] = np.cumsum(is_new) - 1
-    return numbers
+def _numbered(first: Ints, second: Ints) -> Ints:
+    """A number for each pair of numbers, equal for equal ones, from 0."""
+    pairs = first * (int(second.max()) + 1) + second
+    return np.unique(pairs, return_inverse=True)[1].astype(np.int64, copy=False)
 
 
 def _longest_before(group: Ints, tokens: Ints) -> Ints:
@@ -100,85 +114,72 @@ class PrefixPaths:
     """
 
     def __init__(self, trace: Trace) -> None:
-        self.trace = trace
-        paths: dict[tuple[int, int, int], int] = {}
-        walks = [list(_walk(request.segments, paths)) for request in trace.requests]
-        self._cuts = _cuts(walks)
-        self._names: dict[tuple[int, int, int], int] = {}
-        self._uses: list[int] = []
-        ways = [self._path(walk) for walk in walks]
-        pairs = zip(ways, trace.requests, strict=True)
-        self._ends = [self._merged(nodes, stops, request.prompt_tokens) for (nodes, stops), request in pairs]
+        self.trace, rows = trace, trace.columns
+        count = len(rows)
+        levels = list(_nodes(rows.segments)) or [Extents(*np.zeros((3, 0), np.int64))]
+        prompt, node, stop = _in_order(Extents(*map(np.concatenate, zip(*levels, strict=True))))
+        uses = np.bincount(node, minlength=1)[node]
+        last = np.diff(prompt, append=-1) != 0
+        # nodes with the same requests become one extent; those of one request alone join its own end
+        kept = (uses > 1) & (last | (np.roll(uses, -1) != uses))
+        shared = np.zeros(count, np.int64)
+        shared[prompt[kept]] = stop[kept]
+        own = np.flatnonzero(shared < rows.prompt_tokens)
+        ends = (prompt[kept], own), (node[kept], len(prompt) + own), (stop[kept], rows.prompt_tokens[own])
+        self._ends = _in_order(Extents(*map(np.concatenate, ends)))
 
-    def extents(self, index: int, block_size: int, partial_block: bool = False) -> list[Extent]:
-        """The full blocks of request number `index`, in order, then its partial block if `partial_block`."""
-        extents, done = [], 0
-        prompt_tokens = int(self.trace.columns.prompt_tokens[index])
-        for name, stop in self._ends[index]:
-            blocks = stop // block_size - done
-            if blocks:
-                extents.append((name, blocks))
-                done += blocks
-        if partial_block and prompt_tokens % block_size:
-            extents.append((-1 - self._ends[index][-1][0], 1))
-        return extents
+    def extents(self, block_size: int, partial_blocks: bool = False) -> Extents:
+        """The full blocks of all prompts, and each prompt's partial one behind them if `partial_blocks`."""
+        prompt, name, stop = self._ends
+        full, first = stop // block_size, np.diff(prompt, prepend=-1) != 0
+        blocks = full - np.where(first, 0, np.roll(full, 1))
+        found = Extents(*(column[blocks > 0] for column in (prompt, name, blocks)))
+        if not partial_blocks:
+            return found
+        last = np.diff(prompt, append=-1) != 0
+        last &= self.trace.columns.prompt_tokens[prompt] % block_size > 0
+        more = Extents(prompt[last], -1 - name[last], np.ones(int(last.sum()), np.int64))
+        return _in_order(Extents(*map(np.concatenate, zip(found, more, strict=True))))
 
-    def _path(self, walk: list[_Step]) -> tuple[list[int], list[int]]:
-        """Nodes of the leading keyed segments, and the token at which each ends."""
-        nodes, stops, parent = [], [], -1
-        for path, key, start, stop in walk:
-            ends = self._cuts.get((path, key), ())
-            for cut in (*ends[bisect_right(ends, start) : bisect_left(ends, stop)], stop):
-                parent = self._names.setdefault((parent, key, cut), len(self._uses))
-                if parent == len(self._uses):
-                    self._uses.append(0)
-                self._uses[parent] += 1
-                nodes.append(parent)
-                stops.append(cut)
-        return nodes, stops
-
-    def _merged(self, nodes: list[int], stops: list[int], total: int) -> list[tuple[int, int]]:
-        """Nodes with the same requests become one extent. Nodes of one request only join its unique end."""
-        uses, ends = self._uses, []
-        for place, (node, stop) in enumerate(zip(nodes, stops, strict=True)):
-            last = place + 1 == len(nodes)
-            if uses[node] > 1 and (last or uses[nodes[place + 1]] != uses[node]):
-                ends.append((node, stop))
-        if not ends or ends[-1][1] < total:
-            self._uses.append(1)
-            ends.append((len(self._uses) - 1, total))
-        return ends
+    def named_blocks(self, block_size: int) -> list[list[Block]]:
+        """The full blocks of each prompt, one by one; equal names hold equal prefixes."""
+        found: list[list[Block]] = [[] for _ in self.trace.columns.request_id]
+        for prompt, name, blocks in zip(
+            *(column.tolist() for column in self.extents(block_size)), strict=True
+        ):
+            found[prompt] += [(name, number) for number in range(blocks)]
+        return found
 
 
-def _cuts(walks: Iterable[list[_Step]]) -> dict[tuple[int, int], list[int]]:
-    """The ends of segments with one key after one path, where they differ. Longer segments are cut there."""
-    known: dict[tuple[int, int], int | set[int]] = {}
-    for walk in walks:
-        for path, key, _, stop in walk:
-            ends = known.setdefault((path, key), stop)
-            if isinstance(ends, set):
-                ends.add(stop)
-            elif ends != stop:
-                known[path, key] = {ends, stop}
-    return {
-        place: sorted({end // _GRAIN * _GRAIN for end in ends} if len(ends) > _MANY_ENDS else ends)
-        for place, ends in known.items()
-        if isinstance(ends, set)
-    }
+def _in_order(extents: Extents) -> Extents:
+    """By prompt; those of one prompt stay in their order."""
+    order = np.argsort(extents.prompt, kind="stable")
+    return Extents(*(column[order] for column in extents))
 
 
-def _walk(
-    segments: Iterable[Segment], paths: dict[tuple[int, int, int], int]
-) -> Iterator[tuple[int, int, int, int]]:
-    """The leading keyed segments as (path before the segment, key, start, stop)."""
-    path, start = 0, 0
-    for key, tokens in segments:
-        if key is None:
-            return
-        stop = start + tokens
-        yield path, key, start, stop
-        path = paths.setdefault((path, key, tokens), len(paths) + 1)
-        start = stop
+def _nodes(prompts: SegmentColumns) -> Iterator[Extents]:
+    """The places of the prompts' tree at which some prompt leaves it: prompt, number of the place, and token.
+
+    They are where segments with one key after one path end; longer segments are cut there.
+    """
+    start, nodes = np.zeros(len(prompts.first) - 1, np.int64), 0
+    for live, pair, tokens in _levels(prompts, np.zeros_like(start)):
+        begin, end = start[live], start[live] + tokens
+        far = int(end.max()) + 1
+        ends = np.unique(pair * far + end)
+        group, at = np.divmod(ends, far)
+        many = np.bincount(group)[group] > _MANY_ENDS
+        cuts = np.unique(np.where(many, group * far + at // _GRAIN * _GRAIN, ends))
+        low = np.searchsorted(cuts, pair * far + begin, "right")
+        counts = np.searchsorted(cuts, pair * far + end) - low + 1  # the end itself comes last
+        prompt = np.repeat(live, counts)
+        last = np.cumsum(counts) - 1
+        inner = np.repeat(low + counts - 1 - last, counts) + np.arange(len(prompt))
+        found = cuts[np.minimum(inner, len(cuts) - 1)]
+        found[last] = pair * far + end
+        yield Extents(prompt, nodes + np.searchsorted(every := np.union1d(cuts, ends), found), found % far)
+        nodes += len(every)
+        start[live] = end
 
 
 @dataclass(frozen=True)
@@ -230,87 +231,101 @@ def reuse_profile(
 
     With `spare_last_token` it is an engine that serves one request after the other, from a pool that each of them fits:
     the last token is always computed, and a last block that is partial, or computed again, takes a block of the pool
-    until another request needs one. That is exact, but for prompts that end on a block's edge and stood whole in the
-    cache, of whose last block an engine without `deduplicate` keeps two copies. With blocks of one token that is every
-    prompt that comes again: 5 of 3,000 random traces differ by a hit then, 4 of them by the copy. With `partial_blocks`
+    until another request needs one. (It is computed again only in pools that still have it: an extent behind it may
+    come in two entries.) That is exact, but an engine without `deduplicate` keeps two copies of a last block that is
+    computed again: of prompts that end on a block's edge and stood whole in the cache. With `partial_blocks`
     a partial last block also occupies a block of the cache, as in published tables; it is never hit.
     """
     paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
-    requests = paths.trace.requests
-    rows = [paths.extents(index, block_size, partial_blocks) for index in range(len(requests))]
-    stack = _Stack(sum(map(len, rows)))
-    found: list[tuple[int, int, int]] = []
-    distinct = 0
-    last_us: dict[int, int] = {}
-    spare = 0  # the lowest place that was touched again since a request took a block beside its full ones; 0: none has
-    for request, extents in zip(requests, rows, strict=True):
-        left = (request.prompt_tokens - spare_last_token) // block_size
-        takes_more = spare_last_token and request.prompt_tokens % block_size > 0
-        for name, blocks in extents:
-            place = stack.place(name)
-            if place is None:
-                break
-            if left > 0:
-                more = spare > place  # it outlasted that block too
-                found.append(
-                    (stack.above(place) + more, min(blocks, left), request.arrival_us - last_us[name])
-                )
-            takes_more |= spare_last_token and left < blocks
-            left -= blocks
-        distinct += sum(blocks for name, blocks in extents if stack.place(name) is None)
-        spare = min([spare, *(stack.place(name) or 0 for name, _ in extents)])
-        for name, blocks in reversed(extents):
-            stack.touch(name, blocks)
-            last_us[name] = request.arrival_us
-        spare = _NEVER if takes_more else spare
-    columns = np.array(found, dtype=np.int64).reshape(-1, 3)
+    rows = paths.trace.columns
+    prompt, name, blocks = paths.extents(block_size, partial_blocks)
+    count = len(prompt)
+    first = np.searchsorted(prompt, np.arange(len(rows) + 1))
+    # a request touches its extents last to first: `turned` is the place of each in the order of touches
+    turned = (first[prompt] + first[prompt + 1] - 1) - np.arange(count)
+    before = _last_touch(name[turned])[turned]
+    known = before >= 0
+    summed = np.concatenate([[0], np.cumsum(blocks)])
+    left = (rows.prompt_tokens[prompt] - spare_last_token) // block_size - (
+        summed[:-1] - summed[first[prompt]]
+    )
+    distance = _blocks_between(before[turned], blocks[turned])[turned] - (
+        summed[first[prompt + 1]] - summed[1:]
+    )
+    hit, found = np.flatnonzero(known & (left > 0)), np.minimum(blocks, left)
+    more, cut = np.zeros_like(known), np.zeros_like(blocks)
+    if spare_last_token:
+        partial, again = rows.prompt_tokens % block_size > 0, known & (left < blocks)
+        takes_more = partial.copy()
+        takes_more[prompt[again]] = True
+        more = _spare(prompt, before + 1, takes_more)[prompt] > before + 1
+        latest = np.maximum.accumulate(np.where(takes_more, np.arange(len(rows)), -1))
+        latest = np.concatenate([[-1], latest])[prompt]
+        above = np.full(
+            len(rows) + 1, -1
+        )  # so many blocks a pool takes that block of the prompt; last: no prompt
+        for place in np.flatnonzero(again & ~partial[prompt]).tolist():
+            full = distance[place] + blocks[place]
+            above[prompt[place]] = full - 1 + (more[place] and full > above[latest[place]])
+        cut[hit] = np.where(more, np.clip(above[latest] - distance, 0, found), 0)[hit]
+    both = np.concatenate([np.flatnonzero(cut), hit])
+    is_cut = np.arange(len(both)) < len(both) - len(hit)
     return ReuseProfile(
         block_size=block_size,
-        prompt_tokens=sum(request.prompt_tokens for request in requests),
-        blocks_in_all=sum(blocks for extents in rows for _, blocks in extents),
-        distinct_blocks=distinct,
-        distance=columns[:, 0],
-        blocks=columns[:, 1],
-        gap_us=columns[:, 2],
+        prompt_tokens=int(rows.prompt_tokens.sum()),
+        blocks_in_all=int(blocks.sum()),
+        distinct_blocks=int(blocks[~known].sum()),
+        distance=np.where(is_cut, distance[both], (distance + cut + more)[both]),
+        blocks=np.where(is_cut, cut[both], (found - cut)[both]),
+        gap_us=(rows.arrival_us[prompt] - rows.arrival_us[prompt[before]])[both],
     )
 
 
-class _Stack:
-    """Extents in the order of their last touch, with a Fenwick tree over the blocks touched."""
+def _last_touch(names: Ints) -> Ints:
+    """For each touch the place of the one before it of the same name; -1 where it is the first."""
+    order = np.argsort(names, kind="stable")
+    found = np.full(len(names), -1)
+    again = np.flatnonzero(names[order][1:] == names[order][:-1])
+    found[order[again + 1]] = order[again]
+    return found
 
-    def __init__(self, touches: int) -> None:
-        self._size = touches
-        self._sums = [0] * (touches + 1)
-        self._places: dict[int, tuple[int, int]] = {}  # extent -> place (later is more recent), blocks
-        self._next = 1
-        self._total = 0
 
-    def place(self, name: int) -> int | None:
-        known = self._places.get(name)
-        return None if known is None else known[0]
+def _blocks_between(before: Ints, blocks: Ints) -> Ints:
+    """The blocks of other names that were touched between each touch and the one of its name `before`.
 
-    def above(self, place: int) -> int:
-        """Blocks touched after the extent at this place."""
-        below, sums = 0, self._sums
-        while place:
-            below += sums[place]
-            place &= place - 1
-        return self._total - below
+    Touches j < i that came after `before[i]`, each name once, are those with `before[j] < before[i]`, less all up to
+    `before[i]`. They are counted as in a merge sort, from the whole down to pairs: of touches in the order of `before`
+    each in the right half of a part counts those in its left half that stand in front of it.
+    """
+    count, size = len(before), 1 << max(len(before) - 1, 1).bit_length()
+    weights = np.zeros(size, np.int64)
+    weights[:count] = blocks
+    order = np.concatenate([np.argsort(before, kind="stable"), np.arange(count, size)])
+    found = np.zeros(size, np.int64)
+    half = size // 2
+    while half:
+        is_right = order & half != 0
+        summed = np.cumsum(np.where(is_right, 0, weights[order]))
+        starts = np.concatenate([[0], summed[2 * half - 1 :: 2 * half][:-1]])
+        right = order[is_right]
+        found[right] += summed[is_right] - np.repeat(starts, half)
+        order = np.hstack([order[~is_right].reshape(-1, half), right.reshape(-1, half)]).ravel()
+        half //= 2
+    return found[:count] - np.concatenate([[0], np.cumsum(blocks)])[before + 1]
 
-    def touch(self, name: int, blocks: int) -> None:
-        known = self._places.get(name)
-        if known is not None:
-            self._add(known[0], -known[1])
-        self._add(self._next, blocks)
-        self._places[name] = (self._next, blocks)
-        self._next += 1
 
-    def _add(self, place: int, blocks: int) -> None:
-        self._total += blocks
-        sums, size = self._sums, self._size
-        while place <= size:
-            sums[place] += blocks
-            place += place & -place
+def _spare(prompt: Ints, places: Ints, takes_more: npt.NDArray[np.bool_]) -> Ints:
+    """For each prompt the lowest place that was touched again since one took a block beside its full ones; 0: none has.
+
+    What lies below that place outlasted that block, too.
+    """
+    never = len(prompt) + 2
+    lowest = np.full(len(takes_more), never)
+    np.minimum.at(lowest, prompt, places)
+    lowest[takes_more] = never
+    since = np.cumsum(takes_more)
+    state = np.minimum.accumulate(lowest - since * (never + 1)) + since * (never + 1)
+    return np.concatenate([[0], np.where(since, state, 0)[:-1]])
 
 
 def _weighted_quantiles(
@@ -324,9 +339,6 @@ def _weighted_quantiles(
     return [float(values[order][min(int(pick), values.size - 1)]) for pick in picks]
 
 
-Block = tuple[int, int]
-
-
 def optimal_hit_tokens(
     trace: Trace | PrefixPaths, block_size: int, capacity_blocks: int, *, spare_last_token: bool = True
 ) -> int:
@@ -336,12 +348,8 @@ def optimal_hit_tokens(
     `PrefixPaths(trace)` to compute several sizes.
     """
     paths = trace if isinstance(trace, PrefixPaths) else PrefixPaths(trace)
-    prompts, lookups = [], []  # the full blocks of each prompt, and how many of them are looked up
-    for index, request in enumerate(paths.trace.requests):
-        extents = paths.extents(index, block_size)
-        prompts.append([(name, number) for name, blocks in extents for number in range(blocks)])
-        lookups.append((request.prompt_tokens - spare_last_token) // block_size)
-    return optimal_hits(prompts, lookups, capacity_blocks) * block_size
+    lookups = ((paths.trace.columns.prompt_tokens - spare_last_token) // block_size).tolist()
+    return optimal_hits(paths.named_blocks(block_size), lookups, capacity_blocks) * block_size
 
 
 def optimal_hits(prompts: list[list[Block]], lookups: list[int], capacity: int) -> int:
