@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ Meets = Callable[[float], bool]
 HIGHEST_RATE = 1e6
 SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
+_FIRST_FACTOR = 1.2  # by which a search leaves its start
+_BELOW_SERVED = 0.9  # of the rate that an overloaded server serves: where a search goes on
 Tell = Callable[[str], None]
 
 
@@ -45,19 +48,20 @@ class Edge:
 def highest(meets: Meets, start: float, *, precision: float, low: float, high: float) -> Edge:
     """Search the highest value for which `meets` holds.
 
-    The value is doubled or halved from `start` until both kinds are seen, then bisected. The search stops when good and
-    bad differ by less than the share `precision`, or at `low` and `high`. If `meets` is not monotone, there are
+    The value is raised or lowered from `start`, each time by the square of the factor before, until both kinds are
+    seen, then bisected. The search stops when good and bad differ by less than the share `precision`, or at `low` and
+    `high`. If `meets` is not monotone, there are
     several edges; therefore every seed searches on its own.
     """
-    tried, value = 1, min(max(start, low), high)
+    tried, value, factor = 1, min(max(start, low), high), _FIRST_FACTOR
     good, bad = (value, None) if meets(value) else (None, value)
     while bad is None or good is None:
         known = good if bad is None else bad
         assert known is not None
         if (known >= high and bad is None) or (known <= low and good is None):
             return Edge(good, bad, tried)
-        value = min(known * 2, high) if bad is None else max(known / 2, low)
-        tried += 1
+        value = min(known * factor, high) if bad is None else max(known / factor, low)
+        tried, factor = tried + 1, factor**2
         good, bad = (value, bad) if meets(value) else (good, value)
     while bad / good > 1 + precision:
         value = float(np.sqrt(good * bad))
@@ -151,9 +155,14 @@ def too_few(case: LoadCase) -> str:
 
 
 def highest_rate(
-    case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Changes | None = None
+    case: LoadCase,
+    seeds: int,
+    precision: float,
+    tell: Tell,
+    changes: Changes | None = None,
+    start: float | None = None,
 ) -> CapacityAnswer:
-    """The highest rate of served requests that meets the SLO and lasts.
+    """The highest rate of served requests that meets the SLO and lasts; the search begins at `start`.
 
     Raises:
         ConfigError: the client holds requests back, so that no rate is too high for the server.
@@ -161,13 +170,19 @@ def highest_rate(
     unit, changes = "requests/s", changes or {}
     if reason := too_few(case):
         return CapacityAnswer(RATE, unit, None, reason)
-    found = _rates(case, seeds, precision, tell, changes)
-    tried = [one for one in case.made if one.changes == changes and not one.seed and one.rate and not one.end]
-    good = max((one for one in tried if one.met), key=lambda one: one.rate or 0.0, default=None)
-    bad = min((one for one in tried if not one.met), key=lambda one: one.rate or inf, default=None)
+    found = _rates(case, seeds, precision, tell, changes, start)
+    tried = tried_rates(case, changes, 0)
+    good = max((one for one in tried if one[1].met), key=itemgetter(0), default=(0.0, None))[1]
+    bad = min((one for one in tried if not one[1].met), key=itemgetter(0), default=(inf, None))[1]
     if isinstance(found, NoEdge):
         return CapacityAnswer(RATE, unit, None, found.reason, (), None, good, bad)
     return CapacityAnswer(RATE, unit, found, "", (), _band(case, found.mean, changes), good, bad)
+
+
+def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float, Trial]]:
+    """The rates that were tried with these changes on all requests."""
+    of_all = (one for one in case.made if one.seed == seed and not one.end and not one.busiest)
+    return [(one.rate, one) for one in of_all if one.rate and one.changes == changes]
 
 
 _FURTHEST = 2.5  # times slower or faster at the ends of what a cost model assumes
@@ -188,7 +203,9 @@ def _band(case: LoadCase, rate: float, changes: Changes) -> tuple[float, float] 
     return ends[0], ends[1]
 
 
-def _rates(case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Changes) -> Estimate | NoEdge:
+def _rates(
+    case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Changes, start: float | None = None
+) -> Estimate | NoEdge:
     """One edge for each seed.
 
     Raises:
@@ -198,7 +215,7 @@ def _rates(case: LoadCase, seeds: int, precision: float, tell: Tell, changes: Ch
         key = "replay.max_in_flight" if case.config.replay.max_in_flight else "replay.mode"
         raise ConfigError(key, f"{case.held_back}, so the client sets the rate and none can be searched for")
     most, _ = case.most_rate
-    start, edges = (case.rate or 1.0) if most == inf else most / 2, []
+    start, edges = start or ((case.rate or 1.0) if most == inf else most / 2), []
     search = _RateSearch(precision, changes)
     for seed, edge in enumerate(_of_seeds(case, seeds if case.draws else 1, search, start)):
         which = f" (seed {seed})" if case.draws else ""
@@ -230,14 +247,23 @@ class _RateSearch:
     changes: Changes
 
     def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        most, _ = case.most_rate
+        known = tried_rates(case, self.changes, seed)
+        good = max((rate for rate, one in known if one.met), default=0.0)
+        bad = min((rate for rate, one in known if not one.met), default=inf)
+        most = min(bad, float(np.nextafter(case.most_rate[0], inf)))
 
         def meets(rate: float) -> bool:
-            return rate <= most and case.run(self.changes, rate=rate, seed=seed).met
+            return rate <= good or (rate < most and case.run(self.changes, rate=rate, seed=seed).met)
 
-        slow = min((case.rate or 1.0) * SLOWEST, start)
-        if not meets(slow):
-            return Edge(None, slow, 1)
+        slow, start = min((case.rate or 1.0) * SLOWEST, start), min(max(start, good), bad)
+        first = case.run(self.changes, rate=start, seed=seed)
+        if not first.met:
+            most = start
+            start = max(
+                slow, good, min(start, _BELOW_SERVED * first.metrics.get("request_throughput", start))
+            )
+            if not meets(start) and not meets(slow):
+                return Edge(None, slow, 3)
         return highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
 
 

@@ -8,7 +8,7 @@ headroom: flags must hold up to the highest rate, not at that of the trace, so t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import ceil
+from math import ceil, inf
 from statistics import median
 from typing import Any
 
@@ -141,8 +141,9 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
         advice.effects = effects(case, answer.bad.rate)
         if better := _better(advice.effects):
             tell("the flags that help, together")
-            with_them = highest_rate(case, 1, PRECISION, lambda _: None, better)
-            if with_them.value and with_them.value.mean > answer.value.mean * (1 + PRECISION):
+            more = answer.value.mean * (1 + PRECISION)
+            if case.run(better, rate=more).met:
+                with_them = highest_rate(case, 1, PRECISION, lambda _: None, better, more)
                 advice.answers.append(_gain(better, answer, with_them))
                 answer, changes = with_them, better
     advice.answer = answer
@@ -327,7 +328,9 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
             if value == present:
                 continue
             try:
-                trial = case.run({key: value}, rate=rate, busiest=True)
+                trial = base
+                if not _changes_nothing(case, base, key, min(value, present)):
+                    trial = case.run({key: value}, rate=rate, busiest=True)
             except ConfigError:
                 continue  # this value is not allowed here
             found.append(
@@ -341,6 +344,16 @@ def _applies(case: LoadCase, key: str) -> bool:
     if key == "device.memory_utilization":
         return pool.memory is not None
     return pool.policy is CachePolicy.paged or not key.startswith("cache.")
+
+
+def _changes_nothing(case: LoadCase, base: Trial, key: str, lower: int) -> bool:
+    """Whether not even the lower of two values of a limit held a request back at the present one, so that no replay is
+    needed: a limit that is never reached decides nothing.
+    """
+    if key == "scheduler.max_running":
+        return base.metrics.get("running_peak", inf) < lower
+    whole_steps = case.config.scheduler.chunked_prefill and not case.config.decoding.draft_tokens
+    return key == "scheduler.max_batched_tokens" and whole_steps and base.step_tokens < lower
 
 
 def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ some changed settings. A rate is that of the requests that are served: their rec
 requests in the server does not grow while they arrive (`growth`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
+from harness.compiled.numba_edge import is_cached
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import (
     Compiled,
@@ -36,7 +37,7 @@ from harness.workload.simulate import obstacle, predict
 from harness.workload.trace import reshaped_trace, retimed
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.reshape import repeated, sampled, set_rate
-from traces.trace import Trace, TraceRequest
+from traces.trace import Requests, Trace
 
 # Fewer requests than this are too little data for an answer.
 FEWEST = 30
@@ -47,9 +48,8 @@ _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound w
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
-_WORTH_COMPILING = (
-    5_000  # requests of a case, which replays them or a window some twenty times: that pays for compiling
-)
+# Requests of a case, which replays them or a window some twenty times: that pays for compiling, or for loading.
+_WORTH_COMPILING, _WORTH_LOADING = 5_000, 200
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -117,6 +117,8 @@ class Trial:
     growth: float = 0.0
     span_s: float = 0.0
     end: str = ""
+    step_tokens: float = inf  # the largest step's
+    busiest: bool = False  # of the busiest window alone
 
     @property
     def lost(self) -> int:
@@ -172,7 +174,8 @@ class LoadCase:
     recorded: Trace | None = None
     requests: int | None = None
     made: list[Trial] = field(default_factory=list)
-    _parts: dict[Any, _Part] = field(default_factory=dict, repr=False)
+    _parts: dict[Any, _Part] = field(default_factory=dict, repr=False, init=False)
+    _known: dict[Any, Trial] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
         """Nothing is measured, and requests that cannot be served are counted."""
@@ -223,29 +226,26 @@ class LoadCase:
     @cached_property
     def scope(self) -> Scope:
         """What is simulated of what, and why not all."""
-        whole = self.whole
+        whole, rows = self.whole, self.whole.columns
         left = {f"dropped by the reader: {why}": (count, -1) for why, count in whole.header.dropped.items()}
-        served = self.served.trace.requests if self.served else ()
+        served = self.served.trace.columns if self.served else rows[:0]
         reasons = dict(self.served.trace.header.dropped) if self.served else {}
-        kept = {row.request_id for row in served}
-        lost = [row for row in whole.requests if row.request_id not in kept]
+        lost = rows.take(np.flatnonzero(~np.isin(rows.request_id, served.request_id)))
         longest = self.longest if TOO_LONG in reasons or self.served is None else inf
-        too_long = [row for row in lost if _tokens([row]) > longest]
-        others = [row for row in lost if _tokens([row]) <= longest]
+        is_too_long = lost.prompt_tokens + lost.output_tokens > longest
+        too_long, others = (lost.take(np.flatnonzero(these)) for these in (is_too_long, ~is_too_long))
         if too_long:
             text = f"longer than the {longest:,} tokens that {self.config.model.name} takes here"
             left[text + self._who_takes(too_long)] = len(too_long), _tokens(too_long)
         if others:
             left["which never fit the pool or the limits of the scheduler"] = len(others), _tokens(others)
         simulated = self._sample(self.served.trace) if self.served else None
-        rows = simulated.requests if simulated else ()
-        if len(rows) < len(served):
-            left[NOT_SAMPLED] = len(served) - len(rows), _tokens(served) - _tokens(rows)
-        every = len(whole.requests) + sum(whole.header.dropped.values())
+        kept = simulated.columns if simulated else served
+        if len(kept) < len(served):
+            left[NOT_SAMPLED] = len(served) - len(kept), _tokens(served) - _tokens(kept)
+        every = len(rows) + sum(whole.header.dropped.values())
         unread = next((one for one in whole.header.changes if one.startswith("the first ")), "")
-        return Scope(
-            every, _tokens(whole.requests), len(rows), _tokens(rows), left, _window(simulated), unread
-        )
+        return Scope(every, _tokens(rows), len(kept), _tokens(kept), left, _window(simulated), unread)
 
     @property
     def longest(self) -> int:
@@ -254,12 +254,12 @@ class LoadCase:
 
         return self.config.cache.max_model_len or max_position(self.config.model)
 
-    def _who_takes(self, rows: Sequence[TraceRequest]) -> str:
+    def _who_takes(self, rows: Requests) -> str:
         """The preset of the same shape that takes the longest of `rows`, or what else would."""
         from harness.capacity.flags import longer_preset
         from harness.workload.deployment import max_position
 
-        needed = max(_tokens([row]) for row in rows)
+        needed = int((rows.prompt_tokens + rows.output_tokens).max())
         own = max_position(self.config.model)
         if needed <= own:
             return f"; cache.max_model_len={needed} takes them"
@@ -361,7 +361,8 @@ class LoadCase:
             trace = set_rate(trace, rate)
         if busiest:
             trace = busiest_window(trace)
-            return self._kept(self._simulated(part, trace, rate, changes, seed, end))
+            found = self._simulated(part, trace, rate, changes, seed, end)
+            return self._kept(replace(found, busiest=True))
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))
@@ -370,7 +371,8 @@ class LoadCase:
         return self._kept(trial)
 
     def _kept(self, trial: Trial) -> Trial:
-        self.made.append(trial)
+        if not any(one is trial for one in self.made):
+            self.made.append(trial)
         return trial
 
     @cached_property
@@ -394,9 +396,8 @@ class LoadCase:
             point = resolve(replaced(self.config, values), self.recorded)
             trace, missing = point.trace, 0
             if changes:  # the same requests
-                here = {row.request_id for row in trace.requests}
-                trace = self._part({}, seed).point.trace
-                missing = sum(row.request_id not in here for row in trace.requests)
+                here, trace = trace.columns.request_id, self._part({}, seed).point.trace
+                missing = int((~np.isin(trace.columns.request_id, here)).sum())
             else:
                 trace = self._sample(trace)
             self._parts[known] = _Part(point.of_trace(trace), missing)
@@ -413,16 +414,27 @@ class LoadCase:
     ) -> Trial:
         if part.missing:
             return Trial(rate, changes, seed, {}, {NEVER_FITS: part.missing}, None, ())
-        point, cost = part.point.of_trace(trace), cost_model(part.point.deployment)
-        if len(self.trace.requests) >= _WORTH_COMPILING and obstacle(point, cost) is None:
+        rows = trace.columns
+        same = *sorted(changes.items()), rate, seed, end, int(rows.request_id[0]), len(rows)
+        if same not in self._known:
+            self._known[same] = self._replayed(part.point.of_trace(trace), rate, changes, seed, end)
+        return self._known[same]
+
+    def _replayed(
+        self, point: Point, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
+    ) -> Trial:
+        cost, arrival_us = cost_model(point.deployment), point.trace.columns.arrival_us
+        enough = _WORTH_LOADING if is_cached() else _WORTH_COMPILING
+        if max(len(self.trace.requests), len(arrival_us)) >= enough and obstacle(point, cost) is None:
             point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
         if end:
             point, cost = self._at_end(point, cost, end)
         found = predict(point, cost, rows=True)
         grows = 0.0 if self.held_back else growth(found.log)
         broken = broken_goals(self.slo, found.metrics)
-        span_s = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) / 1e6
-        facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end
+        span_s, steps = float(arrival_us[-1] - arrival_us[0]) / 1e6, found.log.steps
+        largest = float((steps["prefill_tokens"] + steps["decode_rows"]).max(initial=0))
+        facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end, largest
         return Trial(rate, changes, seed, *facts)
 
     # -- what no simulation needs to show -------------------------------------------------------------------
@@ -435,16 +447,13 @@ class LoadCase:
         earlier prompt left out; and each of its output tokens reads the KV of all before it in layers without a window.
         Both are less than what it takes, so the rate is a bound. It is infinite for a CPU, whose peak is not known.
         """
-        config, rows = self.config, self.trace.requests
+        config, rows = self.config, self.trace.columns
         device = config.device
         if device.name == EngineDevice.cpu.value or self.served is None:
             return inf, ""
         shape = self.served.deployment.shape
         shared = sum(shared_prefix_tokens(self.trace)) if config.cache.prefix_caching else 0
-        prompts, outputs = (
-            np.array([getattr(row, name) for row in rows], np.float64)
-            for name in ("prompt_tokens", "output_tokens")
-        )
+        prompts, outputs = rows.prompt_tokens.astype(np.float64), rows.output_tokens.astype(np.float64)
         flop = (
             2.0 * shape.token_weights * float(prompts.sum() - shared + outputs.sum() - len(rows)) / len(rows)
         )
@@ -509,25 +518,27 @@ def busiest_window(trace: Trace) -> Trace:
 
 def _busiest(trace: Trace, count: int) -> int:
     """Where the `count` requests begin in which most tokens arrive in a second."""
-    tokens = np.cumsum([0, *(row.prompt_tokens + row.output_tokens for row in trace.requests)])
-    at = np.array([row.arrival_us for row in trace.requests], np.float64)
+    rows = trace.columns
+    tokens = np.concatenate([[0], np.cumsum(rows.prompt_tokens + rows.output_tokens)])
+    at = rows.arrival_us.astype(np.float64)
     seconds = np.maximum(at[count - 1 :] - at[: len(at) - count + 1], 1.0)
     return int(np.argmax((tokens[count:] - tokens[:-count]) / seconds))
 
 
-def _tokens(rows: Sequence[TraceRequest]) -> int:
-    return sum(row.prompt_tokens + row.output_tokens for row in rows)
+def _tokens(rows: Requests) -> int:
+    return int((rows.prompt_tokens + rows.output_tokens).sum())
 
 
 def _window(trace: Trace | None) -> str:
     """The span of the requests, their rate, and when they are busiest."""
     if trace is None or not trace.mean_rate:
         return "all at one instant" if trace else ""
-    span_s = (trace.requests[-1].arrival_us - trace.requests[0].arrival_us) / 1e6
+    at_us = trace.columns.arrival_us
+    span_s = float(at_us[-1] - at_us[0]) / 1e6
     text = f"{span_s:,.0f} s at {trace.mean_rate:.3g} requests/s"
     window = busiest_window(trace)
     if window is trace:
         return text
-    first, last = (window.requests[place].arrival_us / 1e6 for place in (0, -1))
-    times = _tokens(window.requests) / max(last - first, 1e-6) / (_tokens(trace.requests) / span_s)
+    first, last = (window.columns.arrival_us[[0, -1]] / 1e6).tolist()
+    times = _tokens(window.columns) / max(last - first, 1e-6) / (_tokens(trace.columns) / span_s)
     return f"{text}; busiest from {first:,.0f} to {last:,.0f} s with {times:.2g} times the mean tokens/s"

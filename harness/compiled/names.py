@@ -1,11 +1,9 @@
 """Names of blocks as small integers: two blocks have equal names where `KeyIdentity` gives them equal hashes.
 
-A hash covers the pieces of segments in a block and the hash before it. Here the chain of (name before, pieces) is
-looked up in a dictionary instead. Blocks that lie in one segment come in runs, so that a shared prefix costs one
-look-up.
+A hash covers the pieces of segments in a block and the hash before it. So a block is known by the segments before the
+one in which it ends, the key of that one, and its place; those that end in one segment have names in a row.
 """
 
-from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,11 +11,8 @@ import numpy as np
 
 from harness.compiled.state import NameArray
 from harness.metrics.log import IntArray
-from traces.analysis.reuse import prompt_paths
+from traces.analysis.reuse import keyed_levels
 from traces.trace import SegmentColumns
-
-Segments = Sequence[tuple[int | None, int]]
-Piece = tuple[int, int, int]  # key, first token within the segment, tokens
 
 
 class BlockNames(NamedTuple):
@@ -33,63 +28,22 @@ class BlockNames(NamedTuple):
 
     @classmethod
     def of(cls, prompts: SegmentColumns, salts: Sequence[str], block_size: int) -> "BlockNames":
-        """Names for the blocks of prompts, each with its salt. Equal prompts are named once."""
-        roots = np.unique(np.array(salts, dtype=np.str_), return_inverse=True)[1]
-        _, one, which = np.unique(prompt_paths(prompts, roots)[1], return_index=True, return_inverse=True)
-        namer, distinct = _Namer(block_size), prompts.take(one)
-        named = [
-            namer.named(segments, int(root))
-            for segments, root in zip(distinct.rows(0, len(one)), roots[one], strict=True)
-        ]
-        counts = np.array([len(names) for names in named], dtype=np.int64)[which]
-        first_name = np.concatenate([[0], np.cumsum(counts)])
-        return cls(
-            first_name, np.concatenate([np.zeros(0, np.int32), *(named[place] for place in which.tolist())])
-        )
-
-
-class _Namer:
-    def __init__(self, block_size: int) -> None:
-        self._size = block_size
-        self._count = 0
-        self._mixed: dict[tuple[int, tuple[Piece, ...]], int] = {}  # blocks with pieces of several segments
-        self._runs: dict[tuple[int, int, int], array[int]] = {}  # name before, key, first token of the run
-
-    def named(self, segments: Segments, root: int) -> NameArray:
-        """The names of the leading blocks that lie in segments with a key; prompts of other roots have others."""
-        names, before = array("i"), -1 - root
-        size = room = self._size
-        pieces: tuple[Piece, ...] = ()
-        for key, tokens in segments:
-            if key is None:
-                break
-            start = 0
-            if room < size:  # the block that an earlier segment began
-                start = min(room, tokens)
-                pieces, room = (*pieces, (key, 0, start)), room - start
-                if room:
-                    continue
-                before = self._mixed_block(before, pieces)
-                names.append(before)
-            whole = (tokens - start) // size
-            if whole:
-                run = self._run(before, key, start, whole)
-                names += run[:whole]
-                before = run[whole - 1]
-            rest = (tokens - start) % size
-            pieces, room = ((key, tokens - rest, rest),) if rest else (), size - rest
-        return np.array(names, dtype=np.int32)
-
-    def _mixed_block(self, before: int, pieces: tuple[Piece, ...]) -> int:
-        name = self._mixed.setdefault((before, pieces), self._count)
-        self._count += name == self._count
-        return name
-
-    def _run(self, before: int, key: int, start: int, blocks: int) -> "array[int]":
-        """At least `blocks` names of consecutive blocks of one segment."""
-        run = self._runs.setdefault((before, key, start), array("i"))
-        more = blocks - len(run)
-        if more > 0:
-            run.extend(range(self._count, self._count + more))
-            self._count += more
-        return run
+        """Names for the blocks of prompts, each with its salt."""
+        path = np.unique(np.array(salts, dtype=np.str_), return_inverse=True)[1]
+        stop, distinct = np.zeros(len(path), np.int64), 0
+        runs = [
+            np.zeros((3, 0), np.int64)
+        ]  # of each run of names its prompt, its first name, how many they are
+        for live, pair, tokens in keyed_levels(prompts, path):
+            before = stop[live] // block_size
+            stop[live] += tokens
+            counts = stop[live] // block_size - before
+            most = np.zeros(int(pair.max()) + 1, np.int64)
+            np.maximum.at(most, pair, counts)
+            runs.append(np.stack([live, (distinct + np.cumsum(most) - most)[pair], counts]))
+            distinct += int(most.sum())
+        found = np.hstack(runs)
+        _, first, counts = found[:, np.argsort(found[0], kind="stable")]
+        ends = np.cumsum(counts)
+        names = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        return cls(np.concatenate([[0], np.cumsum(stop // block_size)]), names.astype(np.int32))

@@ -53,12 +53,12 @@ def prompt_paths(prompts: SegmentColumns, roots: Ints | None = None) -> tuple[In
     """
     count = len(prompts.first) - 1
     seen, path = np.zeros(count, np.int64), np.zeros(count, np.int64) if roots is None else roots.copy()
-    for live, pair, tokens in _levels(prompts, path):
+    for live, pair, tokens in keyed_levels(prompts, path):
         seen[live] += np.minimum(tokens, _longest_before(pair, tokens))
     return seen, path
 
 
-def _levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
+def keyed_levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
     """Segment by segment: the prompts that still have a keyed one, a number for its path and key, and its tokens.
 
     `path` has the root of each prompt, and becomes the path behind its keyed segments.
@@ -81,7 +81,8 @@ def _levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, Ints, I
 def _numbered(first: Ints, second: Ints) -> Ints:
     """A number for each pair of numbers, equal for equal ones, from 0."""
     pairs = first * (int(second.max()) + 1) + second
-    return np.unique(pairs, return_inverse=True)[1].astype(np.int64, copy=False)
+    found: Ints = np.unique(pairs, return_inverse=True)[1]
+    return found
 
 
 def _longest_before(group: Ints, tokens: Ints) -> Ints:
@@ -163,7 +164,7 @@ def _nodes(prompts: SegmentColumns) -> Iterator[Extents]:
     They are where segments with one key after one path end; longer segments are cut there.
     """
     start, nodes = np.zeros(len(prompts.first) - 1, np.int64), 0
-    for live, pair, tokens in _levels(prompts, np.zeros_like(start)):
+    for live, pair, tokens in keyed_levels(prompts, np.zeros_like(start)):
         begin, end = start[live], start[live] + tokens
         far = int(end.max()) + 1
         ends = np.unique(pair * far + end)
@@ -311,7 +312,9 @@ def _blocks_between(before: Ints, blocks: Ints) -> Ints:
         found[right] += summed[is_right] - np.repeat(starts, half)
         order = np.hstack([order[~is_right].reshape(-1, half), right.reshape(-1, half)]).ravel()
         half //= 2
-    return found[:count] - np.concatenate([[0], np.cumsum(blocks)])[before + 1]
+    summed = np.concatenate([[0], np.cumsum(blocks)])
+    between: Ints = found[:count] - summed[before + 1]
+    return between
 
 
 def _spare(prompt: Ints, places: Ints, takes_more: npt.NDArray[np.bool_]) -> Ints:

@@ -180,7 +180,7 @@ def test_every_command_predicts_the_same_of_a_case(name: str, tmp_path: Path) ->
     case = asked_case(asked, tmp_path)
     trial = case.run(rate=None if case.held_back else case.rate)
     if sum(trial.outcome.values()) != len(case.trace.requests):
-        trial = replace(case, requests=len(case.trace.requests), made=[], _parts={}).run(busiest=False)
+        trial = replace(case, requests=len(case.trace.requests), made=[]).run(busiest=False)
     trace = case.trace
     swept = by_run(asked, case, trace, tmp_path)
     assert {each: swept[each] for each in FIGURES} == pytest.approx(
@@ -208,7 +208,7 @@ def test_answers_agree_and_a_replay_confirms_them(
     assert advice.config is not None
     rate = advice.answer.value.mean
     config = replaced(advice.config, {"device.data_parallel": case.config.device.data_parallel})
-    again = highest_rate(replace(case, config=config, made=[], _parts={}), 1, PRECISION, lambda _: None)
+    again = highest_rate(replace(case, config=config, made=[]), 1, PRECISION, lambda _: None)
     assert again.value is not None
     assert again.value.mean == pytest.approx(rate, rel=PRECISION)
     assert advice.answer.good is not None
