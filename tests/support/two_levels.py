@@ -20,12 +20,13 @@ class Level:
     def store(self, keys: Iterable[Hashable]) -> list[Hashable]:
         """What is evicted for `keys`, in the order of a prefix."""
         wanted = list(dict.fromkeys(keys))[: self.blocks]
+        kept = set(wanted)
         fresh = [key for key in wanted if key not in self.keys]
         self.written += len(fresh)
         lost: list[Hashable] = []
-        others = [key for key in self.keys if key not in set(wanted)]
+        others = (key for key in self.keys if key not in kept)
         while len(self.keys) + len(fresh) - len(lost) > self.blocks:
-            lost.append(others[len(lost)])
+            lost.append(next(others))
         for key in lost:
             del self.keys[key]
         for key in reversed(wanted):
