@@ -6,7 +6,7 @@ block is evicted before one that continues it. `LfuQueue` keeps to the leaves to
 Sources: SIEVE: Zhang et al., NSDI 2024. S3-FIFO: Yang et al., SOSP 2023. GDSF: Cherkasova, HP Laboratories, 1998.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import repeat
@@ -447,7 +447,7 @@ class S3FifoQueue(EvictionPolicy):
         self._small_number: dict[int, int] = {}  # block: its place, those in use included
         self._main_number: dict[int, int] = {}
         self._uses: dict[int, int] = {}
-        self._ghosts: dict[BlockHash, None] = {}
+        self._ghosts: OrderedDict[BlockHash, None] = OrderedDict()  # a dict finds its first key slowly
         self._last = 0
         self._evicts = False  # whether any block was evicted
 
@@ -464,7 +464,7 @@ class S3FifoQueue(EvictionPolicy):
             if block not in self._small_number and block not in self._main_number:
                 self._enter(block)
         while len(self._ghosts) > self._main_blocks:
-            del self._ghosts[next(iter(self._ghosts))]
+            self._ghosts.popitem(last=False)
         for numbers, queue in ((self._small_number, self._small), (self._main_number, self._main)):
             some = [block for block in blocks if block in numbers]
             queue.add(some, [numbers[block] for block in some])
