@@ -97,7 +97,12 @@ class CheckpointFacts:
 
     def get(self, name: str) -> Any:
         """The value under `name` as transformers reads it where it is installed and knows the family, or as written."""
-        return self.written(name) if self._filled is None else getattr(self._filled, name, None)
+        if self._filled is None:
+            return self.written(name)
+        values = vars(
+            self._filled
+        )  # a configuration of layers that differ raises where it is asked for such a value
+        return values[name] if name in values else getattr(self._filled, name, None)
 
     @property
     def quantisation(self) -> Any:
@@ -223,6 +228,10 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
     `states`: the bytes of its linear attention's states are set beside the checkpoint.
     """
     found = [*_unknown_experts(facts)]
+    if facts.get("is_heterogeneous") or facts.written("per_layer_config"):
+        found.append("layers whose heads differ in width or number (per_layer_config)")
+    if shared := facts.get("num_kv_shared_layers"):
+        found.append(f"layers that read K and V of others (num_kv_shared_layers = {shared})")
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
     known = {"full_attention", _CHUNKED if facts.family == _LLAMA_4 else _SLIDING}

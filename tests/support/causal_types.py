@@ -134,7 +134,6 @@ def answer(name):
     """
     from engine.runtime.errors import ModelError
     from engine.runtime.models.load import wrap_model
-    from engine.runtime.models.spec import check_config
 
     try:
         model = build(name)
@@ -145,10 +144,6 @@ def answer(name):
     except ModelError as error:
         return NUMBERS.sub("", str(error).removeprefix(f"model {name}: ").replace("|", "/"))
     check_tokens(loaded)
-    try:
-        check_config(name, default_config(name).to_dict())
-    except ModelError as error:
-        return f"equal where all heads have one width; else refused: {str(error).removeprefix(f'model {name}: ')}"
     if not loaded.mixers:
         return "equal"
     return "equal, in groups: recurrent state" + (", prompts token by token" if loaded.singly else "")

@@ -41,6 +41,12 @@ FAMILIES = {
     "gemma": ("one KV head", {"num_key_value_heads": 1}),
     "gemma2": ("sliding window, softcap", {"sliding_window": 19, "query_pre_attn_scalar": 8}),
     "gemma3_text": ("sliding window, two RoPEs", {"sliding_window": 19, "query_pre_attn_scalar": 8}),
+    "gemma4_text": (
+        "sliding window, heads of two widths, layers that share K and V, inputs of each layer",
+        {"global_head_dim": 16, "num_kv_shared_layers": 3, "hidden_size_per_layer_input": 16}
+        | {"vocab_size_per_layer_input": 256, "sliding_window": 19, "num_hidden_layers": 6}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2},
+    ),
     "phi": ("partial RoPE", {}),
     "phi3": ("sliding window", {"sliding_window": 19}),
     "olmo": ("", {}),
@@ -118,6 +124,7 @@ BRIEFLY = (  # much like one of the others
         "olmo",
         "olmo3",
         "cohere2",
+        "gemma4_text",
         "biogpt",
         "smollm3",
         "glm",

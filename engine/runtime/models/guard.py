@@ -95,6 +95,7 @@ _EXACT = {
     "attention_hidden_size": 128,
     "attention_head_dim": 32,
 }
+_UNLIKE = "per_layer_config"  # what some layers have in place of the values of all: Gemma 4's wider heads
 _WEIGHT_SCALES = _keys("initializer_range init_std initializer_factor")
 _DROPPED = _keys(  # not about the architecture; some classes do not take their own defaults back
     """quantization_config dtype torch_dtype id2label label2id transformers_version _name_or_path output_attentions
@@ -131,7 +132,11 @@ def small_config(config: Any, *, head_dim: int = HEAD_DIM, **more: Any) -> Any:
 
 def _reduced(values: Mapping[str, Any], longest: float, head_dim: int) -> dict[str, Any]:
     kept = {key: value for key, value in values.items() if key not in _DROPPED}
-    return {key: _value(key, value, values, longest, head_dim) for key, value in kept.items()}
+    small = {key: _value(key, value, values, longest, head_dim) for key, value in kept.items()}
+    for layer, own in (values.get(_UNLIKE) or {}).items():
+        if own.get("head_dim", values.get("head_dim")) != values.get("head_dim"):
+            small[_UNLIKE][layer]["head_dim"] = 2 * head_dim
+    return small
 
 
 def _value(key: str, value: Any, beside: Mapping[str, Any], longest: float, head_dim: int) -> Any:
@@ -228,7 +233,9 @@ def check_architecture(model: Any, name: str) -> ArchitectureVerdict:
 
 
 def _verdict(model: Any) -> ArchitectureVerdict:
-    own = getattr(model.config.get_text_config(), "head_dim", None)
+    own = (
+        model.config.get_text_config().to_dict().get("head_dim")
+    )  # a config of unlike layers cannot be asked
     for head_dim in [16, own] if isinstance(own, int) and own not in (0, 16) else [16]:
         native = _small_native(model, head_dim)
         if native is None:

@@ -265,28 +265,9 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     if kind in REFUSED_TYPES:
         raise ModelError(f"model {name}: {kind} cannot run on paged KV: {REFUSED_TYPES[kind]}")
-    for widths in (_head_dims(config), _head_dims(config.get("text_config"))):
-        if len(widths) > 1:
-            raise ModelError(
-                f"model {name}: {kind} has layers with heads of {' and '.join(map(str, sorted(widths)))} numbers, and "
-                "what is compared with transformers at load is a small copy with heads of one width"
-            )
     for rope in _rope_types(config):
         if rope in REFUSED_ROPE:
             raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {REFUSED_ROPE[rope]}")
-
-
-def _head_dims(config: Any) -> set[int]:
-    """The head widths that a config names: of its layers, and of those that it lists one by one."""
-    if not isinstance(config, Mapping):
-        return set()
-    own = config.get("per_layer_config")
-    layers = [
-        config,
-        *(one for one in (own if isinstance(own, Mapping) else {}).values() if isinstance(one, Mapping)),
-    ]
-    found = (layer.get(key) for layer in layers for key in ("head_dim", "global_head_dim"))
-    return {width for width in found if isinstance(width, int)}
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:

@@ -20,6 +20,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 MIXED = {  # family: its layers
     "gemma2": (SLIDING, FULL, SLIDING, FULL),
     "gemma3_text": (SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL),
+    "gemma4_text": (SLIDING, SLIDING, FULL) * 2,
     "ministral": (SLIDING, SLIDING, SLIDING, FULL),
     "gpt_oss": (SLIDING, FULL),
     "cohere2": (SLIDING, SLIDING, SLIDING, FULL),
@@ -243,7 +244,7 @@ def test_a_layer_whose_latent_vectors_expand_to_something_else_keeps_what_it_sen
 BRANCHED = [  # family, pages, tokens of the pool: with the smaller ones requests are preempted
     *(
         (family, pages, 110)
-        for family in ("gemma3_text", "gpt_oss", "cohere2")
+        for family in ("gemma3_text", "gemma4_text", "gpt_oss", "cohere2")
         for pages in ("uniform", "lcm")
     ),
     *(("gemma2", pages, 110) for pages in ("uniform", "lcm")),

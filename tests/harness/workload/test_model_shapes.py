@@ -59,6 +59,11 @@ NOT_MODELLED = [
     ({"quantization_config": {"quant_method": "gptq"}}, "quantised weights of a kind that it does not know"),
     ({"quantization_config": {"quant_method": "vptq"}}, "quantised weights of a kind that it does not know"),
     ({"model_type": "persimmon"}, "an architecture that it has not been taught (model_type persimmon)"),
+    ({"model_type": "gemma4_text"}, "layers whose heads differ in width or number (per_layer_config)"),
+    (
+        {"model_type": "gemma4_text", "num_kv_shared_layers": 1},
+        "layers that read K and V of others (num_kv_shared_layers = 1)",
+    ),
     ({"model_type": "falcon_h1"}, "layers of other kinds (hybrid)"),
     ({"layer_types": ["linear_attention", "full_attention"]}, "layers of other kinds (linear_attention)"),
 ]

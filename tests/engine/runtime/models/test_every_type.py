@@ -93,11 +93,13 @@ def document(found):
             "the Triton kernels do not serve, such as heads wider than 256 (Gemma 4's full layers have 512); the log "
             "says what, and `engine.backend=triton` refuses it.",
             "",
-            "Layers in groups (`cache.groups`, `LLM(groups=...)`): gemma2, gemma3_text, ministral, cohere2, gpt_oss "
-            "(windows beside full layers), mistral (windows alone), deepseek_v2, deepseek_v3 (latent vectors, kept as "
-            "they are, and decoded without expanding them; without groups the engine keeps the expanded K and V) and "
-            "llama are tested so: tokens equal to `generate()`, with blocks behind windows freed and used again, hits "
-            "and preemption (`tests/engine/runtime/test_groups.py`).",
+            "Layers in groups (`cache.groups`, `LLM(groups=...)`): gemma2, gemma3_text, gemma4_text, ministral, "
+            "cohere2, gpt_oss (windows beside full layers), mistral (windows alone), deepseek_v2, deepseek_v3 (latent "
+            "vectors, kept as they are, and decoded without expanding them; without groups the engine keeps the "
+            "expanded K and V) and "
+            "llama are tested so: tokens equal to `generate()`, with blocks behind windows freed and used again, hits, "
+            "preemption, samples, beams, drafts and 8-bit KV (`tests/engine/runtime/test_groups.py`). Layers that read "
+            "K and V of others (Gemma 4) keep a copy each, which vLLM does not.",
             "",
             "*In groups: recurrent state*: some layers keep a state in place of K and V (`cache.groups`, "
             "`LLM(groups=...)`; without groups the model is refused). The states lie in pages of the same pool, one is "

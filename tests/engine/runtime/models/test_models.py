@@ -125,15 +125,30 @@ def test_old_spelling_of_rope_scaling_is_understood(checkpoint, tmp_path):
         check_model(ModelSpec(path=path))
 
 
-@pytest.mark.parametrize("key", [{"per_layer_config": {"1": {"head_dim": 512}}}, {"global_head_dim": 512}])
-@pytest.mark.parametrize("inside", [False, True])
-def test_layers_with_heads_of_two_widths_are_refused_before_weights_are_read(
-    checkpoint, tmp_path, key, inside
-):
-    values = {"head_dim": 256, **key}
-    path = edit_config(checkpoint, tmp_path, **({"text_config": values} if inside else values))
-    with pytest.raises(ModelError, match="layers with heads of 256 and 512 numbers"):
-        check_model(ModelSpec(path=path))
+def test_gemma_4_with_the_widths_of_its_configuration_class_gives_the_tokens_of_generate(tmp_path):
+    """Heads of 256 and 512 numbers, layers that share K and V, inputs of each layer; read from a checkpoint."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from engine.runtime.llm import LLM, SamplingParams
+    from engine.runtime.models.load import load_model, original_model
+
+    sizes = {"vocab_size": 256, "vocab_size_per_layer_input": 256, "hidden_size": 64, "intermediate_size": 96}
+    kept = {"num_hidden_layers": 12, "num_kv_shared_layers": 6, "max_position_embeddings": 256}
+    no_end = {"sliding_window": 16, "initializer_range": 0.1, "eos_token_id": None}
+    config = AutoConfig.for_model("gemma4_text", **sizes, **kept, **no_end)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    loaded = load_model(ModelSpec(path=str(tmp_path)))
+    assert loaded.kv_shapes == ((((4, 256),) * 2,) * 5 + (((4, 512),) * 2,)) * 2
+    assert loaded.windows == ((16,) * 5 + (0,)) * 2
+    prompt = list(range(7, 47))
+    with original_model(loaded) as model:
+        ids = torch.tensor([prompt])
+        wanted = model.generate(ids, max_new_tokens=12, do_sample=False)[0, len(prompt) :].tolist()
+    for groups in ("off", "uniform"):
+        llm = LLM(loaded, groups=groups, pool_tokens=256, block_size=4, max_num_batched_tokens=16)
+        done = llm.generate([prompt], SamplingParams(max_tokens=12, temperature=0))
+        assert done[0].outputs[0].token_ids == wanted
 
 
 def test_a_missing_directory_is_no_checkpoint(tmp_path):
