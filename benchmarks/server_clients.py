@@ -81,6 +81,7 @@ def ours(folder: str, tree: Path) -> tuple[list[str], Mapping[str, str]]:
     words = f"serve model.path={folder} --port {free_port()} cache.max_model_len=1024"
     command = [
         sys.executable,
+        "-P",  # not from the folder that this runs in
         "-m",
         "harness",
         *words.split(),
