@@ -19,6 +19,7 @@ from harness.compiled.pool import (
     take_free,
 )
 from harness.compiled.state import COPIES, ENTRIES, INTERNAL, SLOTS, WRITTEN, ReplayState
+from harness.compiled.tiers import write_table
 from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
 from harness.replay.branches import SCALE
@@ -235,7 +236,10 @@ def release_row(state: ReplayState, row: int, is_found: bool, unseen: int) -> No
     if state.rules.groups:
         release_tables(state, row, is_found)
     else:
-        release(state, row, kept_blocks(state, row, unseen), is_found)
+        kept = kept_blocks(state, row, unseen)
+        if state.tiers.chunk and not state.tiers.spills:
+            write_table(state.tiers, state.batch.request[row], state.batch.named[row] + kept)
+        release(state, row, kept if state.rules.keeps else 0, is_found or state.tiers.chunk > 0)
     if state.batch.slot[row] != NEVER:
         state.beams.spare_slots[state.at[SLOTS]] = state.batch.slot[row]
         state.at[SLOTS] += 1
@@ -243,13 +247,11 @@ def release_row(state: ReplayState, row: int, is_found: bool, unseen: int) -> No
 
 @jitable
 def kept_blocks(state: ReplayState, row: int, unseen: int) -> int:
-    """Blocks without a name that stay cached when `row` is released: full ones, but not those that beams generated.
+    """Blocks without a name that are cached when `row` is released: full ones, but not those that beams generated.
 
     The last `unseen` tokens do not count.
     """
     batch, size = state.batch, state.rules.block_size
-    if not state.rules.keeps:
-        return 0
     if batch.branches[row] == 1:
         full = (batch.computed[row] - unseen) // size
         return int(

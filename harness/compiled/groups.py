@@ -5,20 +5,17 @@ long too, and only their beginnings differ: blocks that a window has left are re
 in the cache is a rule of their place alone (`engine.core.memory.eviction.CheckpointRule`), so it is not stored.
 """
 
+from harness.compiled.lists import names_of, remove_node, run_of, take_run
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.pool import (
     add_run,
-    append_node,
     blocks_of,
     final_tokens,
     forget_name,
     give_name,
-    names_of,
+    keep_node,
     own_run,
-    remove_node,
-    run_of,
     take_free,
-    take_run,
 )
 from harness.compiled.state import (
     CACHED,
@@ -58,7 +55,9 @@ def is_kept(state: ReplayState, group: int, request: int, slot: int, index: int)
 def name_pages(state: ReplayState, row: int, tokens: int) -> None:
     """Name the kept blocks of `row` that are full with its first `tokens` tokens of the prompt."""
     request, batch, groups = state.batch.request[row], state.batch, state.rules.groups
-    full = min(min(tokens, state.inputs.prompt[request]) // state.rules.block_size, names_of(state, request))
+    full = min(
+        min(tokens, state.inputs.prompt[request]) // state.rules.block_size, names_of(state.inputs, request)
+    )
     first = state.inputs.first_name[request]
     for index in range(batch.named[row], full):
         for group in range(groups):
@@ -88,7 +87,7 @@ def count_copy(state: ReplayState, group: int, name: int, more: int) -> None:
 @jitable
 def leading(state: ReplayState, request: int, group: int, asked: int) -> int:
     """How many leading blocks of the `asked` ones the cache of `group` has."""
-    named, groups = names_of(state, request), state.rules.groups
+    named, groups = names_of(state.inputs, request), state.rules.groups
     first = state.inputs.first_name[request]
     for index in range(min(asked, named)):
         if state.named.oldest[state.inputs.names[first + index] * groups + group] == NEVER:
@@ -102,10 +101,10 @@ def leading(state: ReplayState, request: int, group: int, asked: int) -> int:
 def has_block(state: ReplayState, request: int, group: int, index: int) -> bool:
     """Whether the cache of `group` has block `index` of `request`."""
     groups = state.rules.groups
-    if index < names_of(state, request):
+    if index < names_of(state.inputs, request):
         name = state.inputs.names[state.inputs.first_name[request] + index]
         return bool(state.named.oldest[name * groups + group] != NEVER)
-    return bool(run_of(state, request * groups + group, index) != NEVER)
+    return bool(run_of(state.runs, request * groups + group, index) != NEVER)
 
 
 @jitable
@@ -165,7 +164,7 @@ def lacking_to_enter(state: ReplayState, request: int, hits: int, known: int, ch
     """Free pages that `request` needs beside its `hits`: for `known` tokens in the end, and for its first chunk."""
     lasting, at_once, unused = 0, 0, 0
     groups, size, first = state.rules.groups, state.rules.block_size, state.inputs.first_name[request]
-    named = min(hits, names_of(state, request))
+    named = min(hits, names_of(state.inputs, request))
     for group in range(groups):
         lasting += max(0, most_blocks(state, group, known) - hits)
         at_once += max(0, blocks_of(chunk_end, size) - hits)
@@ -207,7 +206,7 @@ def share_pages(state: ReplayState, row: int, hits: int, longest: int) -> None:
     request, size = batch.request[row], state.rules.block_size
     at[SLOTS] -= 1
     slot = state.beams.spare_slots[at[SLOTS]]
-    first, named = state.inputs.first_name[request], min(hits, names_of(state, request))
+    first, named = state.inputs.first_name[request], min(hits, names_of(state.inputs, request))
     batch.slot[row], batch.named[row], batch.blocks[row] = slot, named, hits
     batch.computed[row] = hits * size
     tables.hits[slot], tables.due[slot] = hits, 0
@@ -215,12 +214,12 @@ def share_pages(state: ReplayState, row: int, hits: int, longest: int) -> None:
     for group in range(groups):
         held = left_behind(state, group, hits * size, hits)
         revived = hits - max(held, named)
-        take_run(state, request * groups + group, max(held, named), hits)
+        take_run(state.runs, state.evictable, request * groups + group, max(held, named), hits)
         for index in range(held, named):
             name = state.inputs.names[first + index] * groups + group
             block = blocks.oldest[name]
             if not blocks.references[block]:
-                remove_node(state, block)
+                remove_node(state.evictable, block)
                 count_copy(state, group, name, 1)
                 revived += 1
             blocks.references[block] += 1
@@ -316,7 +315,9 @@ def release_pages(state: ReplayState, row: int, group: int, first: int, end: int
     owner, run_end, gone, void = request * groups + group, NEVER, 0, 0
     for index in range(end - 1, first - 1, -1):
         block = named.held[(names + index) * groups + group] if index < batch.named[row] else NEVER
-        is_own = block == NEVER and state.rules.keeps and index >= names_of(state, request) and index < full
+        is_own = (
+            block == NEVER and state.rules.keeps and index >= names_of(state.inputs, request) and index < full
+        )
         if is_own and (index < state.groups.hits[slot] or is_kept(state, group, request, slot, index)):
             run_end = index + 1 if run_end == NEVER else run_end
             gone += 1
@@ -333,7 +334,7 @@ def release_pages(state: ReplayState, row: int, group: int, first: int, end: int
         gone += 1
         count_copy(state, group, named.name[block], -1)
         if state.rules.keeps:
-            append_node(state, block, 0)
+            keep_node(state, block, 0)
             at[CACHED] += 1
         else:
             forget_name(state, block)

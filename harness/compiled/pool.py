@@ -5,6 +5,7 @@ number; all others are counted. Cached blocks are evicted in the order of `Evict
 first, and from its end.
 """
 
+from harness.compiled.lists import append_node, drop_run, names_of, new_run, remove_node, run_of, take_run
 from harness.compiled.numba_edge import called, jitable
 from harness.compiled.state import (
     CACHED,
@@ -14,41 +15,30 @@ from harness.compiled.state import (
     NOW,
     PIN,
     SPARE,
-    SPARE_RUNS,
     TAKEN,
     TTL,
     VOIDED,
     WRITTEN,
     ReplayState,
 )
+from harness.compiled.tiers import read, spill
 from harness.replay.arrivals import NEVER
 
 # -- the order of eviction ---------------------------------------------------------------------------------------------
 
 
 @jitable
-def append_node(state: ReplayState, node: int, rank: int) -> None:
-    """Let `node` be evicted as the last of its rank."""
-    after, before, since = state.evictable
+def keep_node(state: ReplayState, node: int, rank: int) -> None:
+    """Let `node`, which is cached from now on, be evicted as the last of its rank."""
     if rank and state.rules.keep == TTL:
-        since[node] = state.at[NOW]
-    end = len(after) - 1 - rank
-    last = before[end]
-    after[last], before[node] = node, last
-    after[node], before[end] = end, node
-
-
-@jitable
-def remove_node(state: ReplayState, node: int) -> None:
-    """Take `node` out of the order."""
-    after, before, _ = state.evictable
-    after[before[node]], before[after[node]] = after[node], before[node]
+        state.evictable.since[node] = state.at[NOW]
+    append_node(state.evictable, node, rank)
 
 
 @called
 def evict(state: ReplayState, count: int) -> None:
     """Evict `count` blocks."""
-    after, named = state.evictable.after, len(state.named.name)
+    after, runs, spills, victims = state.evictable.after, state.runs, state.tiers.spills, 0
     state.at[CACHED] -= count
     if state.rules.keep == TTL:
         expire(state)
@@ -57,17 +47,25 @@ def evict(state: ReplayState, count: int) -> None:
         while after[end] == end:
             end -= 1
         node = after[end]
-        gone = 1
-        if node < named:
+        gone, name, last = 1, NEVER, NEVER
+        if node < runs.node:
+            name = state.named.name[node]
             forget_name(state, node)
-            remove_node(state, node)
+            remove_node(state.evictable, node)
         else:
-            run = node - named
-            gone = min(count, state.runs.blocks[run])
-            state.runs.blocks[run] -= gone
-            if not state.runs.blocks[run]:
-                drop_run(state, run)
+            run = node - runs.node
+            gone, name = min(count, runs.blocks[run]), runs.request[run]
+            last = runs.first[run] + runs.blocks[run]
+            runs.blocks[run] -= gone
+            if not runs.blocks[run]:
+                drop_run(runs, state.evictable, run)
+        if spills:
+            victim = state.tiers.victims[victims]
+            victim[0], victim[1], victim[2] = name, last - gone, last
+            victims += 1
         count -= gone
+    if spills:
+        spill(state.tiers, victims)
 
 
 @jitable
@@ -77,8 +75,8 @@ def expire(state: ReplayState) -> None:
     kept = len(after) - 2
     while after[kept] != kept and state.at[NOW] - since[after[kept]] >= state.rules.keep_ns:
         node = after[kept]
-        remove_node(state, node)
-        append_node(state, node, 0)
+        remove_node(state.evictable, node)
+        append_node(state.evictable, node, 0)
 
 
 @jitable
@@ -95,79 +93,8 @@ def rank_of(state: ReplayState, request: int, place: int) -> int:
 @jitable
 def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found: bool, rank: int) -> None:
     """`blocks` blocks of a table of `request`, from number `first` on, are cached; `is_found`: it can find them."""
-    at, runs, oldest = state.at, state.runs, state.requests.run
-    at[SPARE_RUNS] -= 1
-    run = runs.spare[at[SPARE_RUNS]]
-    runs.blocks[run], runs.first[run], runs.after[run] = blocks, first, NEVER
-    runs.request[run] = request if is_found else NEVER
-    at[CACHED] += blocks
-    append_node(state, len(state.named.name) + run, rank)
-    if is_found and oldest[request] == NEVER:
-        oldest[request] = run
-    elif is_found:
-        before = oldest[request]
-        while runs.after[before] != NEVER:
-            before = runs.after[before]
-        runs.after[before] = run
-
-
-@jitable
-def drop_run(state: ReplayState, run: int) -> None:
-    """`run` has no block any more."""
-    at, runs, oldest = state.at, state.runs, state.requests.run
-    remove_node(state, len(state.named.name) + run)
-    runs.spare[at[SPARE_RUNS]] = run
-    at[SPARE_RUNS] += 1
-    request = runs.request[run]
-    if request == NEVER:
-        return
-    if oldest[request] == run:
-        oldest[request] = runs.after[run]
-        return
-    before = oldest[request]
-    while runs.after[before] != run:
-        before = runs.after[before]
-    runs.after[before] = runs.after[run]
-
-
-@jitable
-def run_of(state: ReplayState, request: int, place: int) -> int:
-    """The oldest run that holds block number `place` of `request`; else NEVER."""
-    runs, run = state.runs, state.requests.run[request]
-    while run != NEVER and not runs.first[run] <= place < runs.first[run] + runs.blocks[run]:
-        run = runs.after[run]
-    return int(run)
-
-
-@jitable
-def take_run(state: ReplayState, owner: int, first: int, end: int) -> None:
-    """Blocks `first` to `end - 1` of `owner` are in use again: take them out of its runs, which have them."""
-    runs, place = state.runs, first
-    while place < end:
-        run = run_of(state, owner, place)
-        if place > runs.first[run]:
-            split_run(state, run, place)
-            continue
-        if end < runs.first[run] + runs.blocks[run]:
-            split_run(state, run, end)
-        place += runs.blocks[run]
-        drop_run(state, run)
-
-
-@called
-def split_run(state: ReplayState, run: int, place: int) -> None:
-    """The blocks of `run` from `place` on become a run of their own, which is evicted just before the rest."""
-    runs, (after, before, since) = state.runs, state.evictable
-    state.at[SPARE_RUNS] -= 1
-    rest = runs.spare[state.at[SPARE_RUNS]]
-    runs.request[rest], runs.first[rest] = runs.request[run], place
-    runs.blocks[rest] = runs.first[run] + runs.blocks[run] - place
-    runs.blocks[run] = place - runs.first[run]
-    runs.after[rest], runs.after[run] = runs.after[run], rest
-    node, own = len(state.named.name) + run, len(state.named.name) + rest
-    after[before[node]], before[own], after[own], before[node] = own, before[node], node, own
-    if state.rules.keep == TTL:
-        since[own] = since[node]
+    state.at[CACHED] += blocks
+    keep_node(state, new_run(state.runs, request if is_found else NEVER, first, blocks), rank)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -208,16 +135,10 @@ def forget_name(state: ReplayState, block: int) -> None:
 
 
 @jitable
-def names_of(state: ReplayState, request: int) -> int:
-    """How many leading blocks of `request` others may share."""
-    return int(state.inputs.first_name[request + 1] - state.inputs.first_name[request])
-
-
-@jitable
 def name_blocks(state: ReplayState, row: int, tokens: int) -> None:
     """Name the blocks of `row` that are full with its first `tokens` tokens."""
     request, batch = state.batch.request[row], state.batch
-    full = min(tokens // state.rules.block_size, names_of(state, request))
+    full = min(tokens // state.rules.block_size, names_of(state.inputs, request))
     first = state.inputs.first_name[request]
     for place in range(first + batch.named[row], first + full):
         state.named.held[place] = give_name(state, state.inputs.names[place])
@@ -232,18 +153,16 @@ def named_hits(state: ReplayState, request: int, asked: int) -> int:
     """How many of the first `asked` blocks the cache has under their names."""
     first = state.inputs.first_name[request]
     names, oldest = state.inputs.names, state.named.oldest
-    for place in range(first, first + min(asked, names_of(state, request))):
+    for place in range(first, first + min(asked, names_of(state.inputs, request))):
         if oldest[names[place]] == NEVER:
             return int(place - first)
-    return min(asked, names_of(state, request))
+    return min(asked, names_of(state.inputs, request))
 
 
 @jitable
 def own_hits(state: ReplayState, request: int, hits: int, asked: int) -> int:
     """How many of the `asked` blocks, behind `hits` named ones, only `request` finds: preemptions left them."""
-    if hits < names_of(state, request):
-        return 0
-    return own_run(state, request, hits, asked)
+    return own_run(state, request, hits, asked) if hits >= names_of(state.inputs, request) else 0
 
 
 @jitable
@@ -251,7 +170,7 @@ def own_run(state: ReplayState, owner: int, first: int, end: int) -> int:
     """How many blocks from number `first` to before `end` the runs of `owner` have without a gap."""
     runs, place = state.runs, first
     while place < end:
-        run = run_of(state, owner, place)
+        run = run_of(runs, owner, place)
         if run == NEVER:
             break
         place = runs.first[run] + runs.blocks[run]
@@ -275,11 +194,11 @@ def share(state: ReplayState, row: int, hits: int, own: int) -> None:
     for place in range(first, first + hits):
         block = blocks.oldest[state.inputs.names[place]]
         if not blocks.references[block]:
-            remove_node(state, block)
+            remove_node(state.evictable, block)
             revived += 1
         blocks.references[block] += 1
         blocks.held[place] = block
-    take_run(state, request, hits, hits + own)
+    take_run(state.runs, state.evictable, request, hits, hits + own)
     state.batch.named[row] = hits
     state.batch.blocks[row] = state.batch.distinct[row] = hits + own
     state.batch.computed[row] = (hits + own) * state.rules.block_size
@@ -319,6 +238,17 @@ def take(state: ReplayState, row: int, count: int) -> None:
     state.batch.blocks[row] += count
     state.batch.distinct[row] += count
     note_last_blocks(state, row, 1)
+
+
+@jitable
+def load(state: ReplayState, row: int, found: int, asked: int) -> None:
+    """`row`, whose table begins with `found` blocks of the pool, reads what tiers have of the first `asked`."""
+    loaded, size = read(state.tiers, state.batch.request[row], found, asked), state.rules.block_size
+    if loaded:
+        take(state, row, loaded)
+        state.at[WRITTEN] += loaded * size
+        state.batch.computed[row] += loaded * size
+        name_blocks(state, row, state.batch.computed[row])
 
 
 @jitable
@@ -410,7 +340,7 @@ def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
         gone += 1
         last_is_gone = last_is_gone or index == state.batch.named[row] - 1
         if state.rules.keeps:
-            append_node(state, block, rank_of(state, request, index))
+            keep_node(state, block, rank_of(state, request, index))
             at[CACHED] += 1
         else:
             forget_name(state, block)

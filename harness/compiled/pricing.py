@@ -28,9 +28,11 @@ from harness.compiled.state import (
 from harness.cost.fitted import FittedCost
 from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import CostModel, PacedCost
-from harness.replay.features import AT, LARGE_PREFILL, WARMING
+from harness.replay.features import AT, LARGE_PREFILL, WARMING, unseen, unseen_pairs
 
 ROOFLINE, LINEAR = 0, 1
+jitable(unseen)
+jitable(unseen_pairs)
 
 
 def prices_of(cost: CostModel) -> Prices | None:
@@ -137,7 +139,7 @@ def add_rows(state: ReplayState) -> None:
 @called
 def write_unseen(state: ReplayState) -> None:
     """The features of what lies outside of the model's window (`harness.replay.features`)."""
-    batch, features = state.batch, state.features
+    batch, features, window, chunked = state.batch, state.features, state.rules.window, state.rules.in_chunks
     decode = chunk_kv = work = 0
     for row in range(state.at[RUNNING]):
         for part in range(batch.branches[row] if batch.behind[row] else 1):
@@ -146,31 +148,13 @@ def write_unseen(state: ReplayState) -> None:
             if batch.behind[row]:
                 query = branch_tokens(state, row, part, query) - held
             if query == 1:
-                decode += unseen(state, held) * (1 if batch.behind[row] else batch.branches[row])
+                decode += unseen(held, window, chunked) * (1 if batch.behind[row] else batch.branches[row])
             elif query:
-                chunk_kv += unseen(state, held)
-                work += unseen_pairs(state, held + query) - unseen_pairs(state, held)
+                chunk_kv += unseen(held, window, chunked)
+                work += unseen_pairs(held + query, window, chunked) - unseen_pairs(held, window, chunked)
     features[AT.decode_unseen_kv] = decode
     features[AT.prefill_unseen_kv] = chunk_kv
     features[AT.prefill_unseen_work] = work
-
-
-@jitable
-def unseen(state: ReplayState, position: int) -> int:
-    """`Sight.unseen`."""
-    window = state.rules.window
-    return int(position // window * window if state.rules.in_chunks else max(0, position + 1 - window))
-
-
-@jitable
-def unseen_pairs(state: ReplayState, tokens: int) -> int:
-    """`Sight.pairs`."""
-    window = state.rules.window
-    if state.rules.in_chunks:
-        whole, rest = tokens // window, tokens % window
-        return int(window * (window * (whole * (whole - 1) // 2) + whole * rest))
-    beyond = max(0, tokens - window)
-    return int(beyond * (beyond + 1) // 2)
 
 
 @jitable

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.memory.eviction import PoolFacts
+from engine.core.memory.tiers import Tiers
 from engine.core.options import Eviction, Preemption, SchedulerLimits, Scheduling
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
@@ -43,12 +45,14 @@ from harness.compiled.state import (
     Rules,
     new_state,
 )
+from harness.compiled.tiers import note_counts, with_reading
 from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome, RequestRow
 from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance, seed_word
 from harness.replay.features import FEATURES, Sight
 from harness.replay.folds import CHUNK, Fold
+from harness.replay.memory import TierUse
 from harness.replay.recorder import request_columns, step_columns
 
 FOREVER = int(np.iinfo(np.int64).max)
@@ -126,6 +130,8 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     state.at[PREEMPTED] += preempted
     write_features(state, num_blocks)
     seconds, attention_s = price(state)
+    if state.tiers.chunk:
+        seconds = with_reading(state.tiers, seconds)
     if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
         return False
     took_ns = max(1, int(np.rint(seconds * _NS)))
@@ -244,7 +250,8 @@ class PlainPool:
     """A paged pool; `keeps` says whether released blocks stay cached until they are evicted. `host_blocks` are for
     swapping. `window` is that of the model's windowed layers.
 
-    Without a prefix cache, give requests without names. With `grouping` blocks are pages of groups of layers.
+    Without a prefix cache, give requests without names. With `grouping` blocks are pages of groups of layers. `tiers`
+    are of empty ones, and count what the replay does with them.
     """
 
     num_blocks: int
@@ -254,6 +261,7 @@ class PlainPool:
     keeping: Keeping | None = None
     window: Sight | None = None
     grouping: Grouping | None = None
+    tiers: TierUse | None = None
 
 
 class CompiledReplay:
@@ -315,6 +323,7 @@ class CompiledReplay:
             pool.num_blocks,
             len(FEATURES),
             log_steps,
+            pool.tiers.tiers if pool.tiers else Tiers((), PoolFacts()),
         )
         self.state.at[HOST] = pool.host_blocks
         open_lane(self.state, waiting.users)
@@ -324,11 +333,10 @@ class CompiledReplay:
     def run(self, fold: Fold) -> dict[str, Any]:
         """Run, and hand every step, gap and request to `fold`; for the errors see `advance_to`.
 
-        Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
+        Returns what `close` does.
         """
         self.advance_to(FOREVER, fold)
-        self.close(fold)
-        return {} if self._waste is None else {"waste": self._waste.value(keeps_rows=fold.keeps_rows)}
+        return self.close(fold)
 
     def advance_to(self, pause_ns: int, fold: Fold) -> int:
         """Run the steps that begin before `pause_ns`; returns DONE where no request is left that is known to come.
@@ -343,11 +351,21 @@ class CompiledReplay:
             raise TimeSpanError
         return code
 
-    def close(self, fold: Fold) -> None:
-        """All requests have ended: hand over what is left."""
+    def close(self, fold: Fold) -> dict[str, Any]:
+        """All requests have ended: hand over what is left.
+
+        Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
+        """
         self._hand_over(fold)
         fold.add_requests(self._ended(self._handed, self.state.at[ENDED]))
         fold.close(float(to_s(int(self.state.at[LAST_END]))))
+        kept: dict[str, Any] = {}
+        if self._waste is not None:
+            kept["waste"] = self._waste.value(keeps_rows=fold.keeps_rows)
+        if (use := self._pool.tiers) is not None:
+            note_counts(self.state.tiers, use.tiers)
+            kept[use.field] = use.value()
+        return kept
 
     def _hand_over(self, fold: Fold) -> None:
         log, at = self.state.log, self.state.at

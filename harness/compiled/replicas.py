@@ -5,6 +5,7 @@ and each replica is replayed on its own from reading to reading.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from harness.compiled.replay import DONE, FOREVER, CompiledReplay
 from harness.compiled.state import COMING, ENDING, HEAD, NOW, RUNNING, SEEN, SWAPPED, TAIL
@@ -38,8 +39,9 @@ class _Replica:
         return int(self.at[NOW]), int(self.at[SEEN])
 
 
-def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> None:
-    """Run `replays`, one a replica, all made with the same requests, each into its fold.
+def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> list[dict[str, Any]]:
+    """Run `replays`, one a replica, all made with the same requests, each into its fold; returns for each what it
+    kept of the memory.
 
     Raises:
         TimeSpanError: the replay would last too long.
@@ -60,7 +62,7 @@ def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> No
         replicas[best].give(request)
     for each in replicas:
         each.advance_to(FOREVER)
-        each.replay.close(each.fold)
+    return [each.replay.close(each.fold) for each in replicas]
 
 
 def _advance_before(replicas: Sequence[_Replica], at_ns: int) -> None:

@@ -17,6 +17,7 @@ from harness.compiled.pool import (
     blocks_of,
     branch_tokens,
     free_blocks,
+    load,
     name_blocks,
     named_hits,
     own_hits,
@@ -47,6 +48,7 @@ from harness.compiled.state import (
     WRITTEN,
     ReplayState,
 )
+from harness.compiled.tiers import loadable
 from harness.replay.arrivals import NEVER
 
 
@@ -159,14 +161,11 @@ def preempt_ended(state: ReplayState, row: int) -> bool:
     """Preempt a request that has ended, if it is the one to preempt: it loses its blocks."""
     at, batch = state.at, state.batch
     first, last = state.rules.max_rows, state.rules.max_rows
-    by_priority = state.rules.by_priority
     for other in range(first + 1, first + at[ENDING]):
-        if comes_later(state, other, last) if by_priority else batch.entered[other] > batch.entered[last]:
+        if comes_later(state, other, last):
             last = other
-    running = last_in_queue(state, row) if by_priority else at[RUNNING] - 1
-    if not (
-        comes_later(state, last, running) if by_priority else batch.entered[last] > batch.entered[running]
-    ):
+    running = last_in_queue(state, row) if state.rules.by_priority else at[RUNNING] - 1
+    if not comes_later(state, last, running):
         return False
     release_ended(state, last, at[UNDER_WAY] * batch.unseen[last])
     at[ENDING] -= 1
@@ -179,7 +178,9 @@ def preempt_ended(state: ReplayState, row: int) -> bool:
 
 @jitable
 def comes_later(state: ReplayState, row: int, other: int) -> bool:
-    """Whether `row` is after `other` in queue order."""
+    """Whether `row` is preempted before `other`: it is after it in queue order, or was admitted later."""
+    if not state.rules.by_priority:
+        return bool(state.batch.entered[row] > state.batch.entered[other])
     one, best = state.batch.request[row], state.batch.request[other]
     priority, place = state.inputs.priority, state.requests.place
     return bool((priority[one], place[one]) > (priority[best], place[best]))
@@ -222,14 +223,9 @@ def query_tokens(state: ReplayState, row: int, cap: int) -> int:
 @jitable
 def last_in_queue(state: ReplayState, row: int) -> int:
     """The row that is last in queue order; those that are not steady keep what they have got in this step."""
-    at, request = state.at, state.batch.request
-    priority, place = state.inputs.priority, state.requests.place
-    last = row
+    at, last = state.at, row
     for other in range(at[RUNNING]):
-        if at[STEADY] <= other < row:
-            continue
-        one, best = request[other], request[last]
-        if (priority[one], place[one]) > (priority[best], place[best]):
+        if not at[STEADY] <= other < row and comes_later(state, other, last):
             last = other
     return last
 
@@ -409,7 +405,10 @@ def may_enter(state: ReplayState) -> bool:
             return False
         return lacking_to_enter(state, request, hits, lasting, chunk_end) + spare <= free_blocks(state)
     hits = named_hits(state, request, asked)
-    cached = (hits + own_hits(state, request, hits, asked)) * rules.block_size
+    found = hits + own_hits(state, request, hits, asked)
+    if state.tiers.chunk:
+        found += loadable(state.tiers, request, found, asked, False)
+    cached = found * rules.block_size
     padded = is_padded(state, request, tokens - cached, cached)
     if rules.drafts:
         budget -= 1
@@ -445,7 +444,10 @@ def enter(state: ReplayState) -> None:
         share_pages(state, row, hits, longest)
     else:
         hits = named_hits(state, request, asked)
-        share(state, row, hits, own_hits(state, request, hits, asked))
+        own = own_hits(state, request, hits, asked)
+        share(state, row, hits, own)
+        if state.tiers.chunk and hits + own < asked:
+            load(state, row, hits + own, asked)
     cached = batch.computed[row]
     note_entry(state, request, cached)
     query = query_tokens(state, row, cap)

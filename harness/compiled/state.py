@@ -4,6 +4,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from engine.core.memory.tiers import Tiers
+from engine.core.options import TierLoad, TierStore
 from harness.metrics.log import STEP_RECORD, FloatArray, IntArray
 from harness.replay.arrivals import NEVER
 
@@ -36,7 +38,7 @@ SEQUENCES = 21  # branches of the running requests; one that has not forked yet 
 STEADY_ROWS = 22  # branches of the leading steady requests
 COPIES = 23  # blocks copied in the step under way
 SLOTS = 24  # of `BeamTables` or `GroupArrays`: how many no request has
-SPARE_RUNS = 25  # numbers of `Runs` that none has
+UNDER_WAY = 25  # whether a step runs whose tokens are not known
 SEEN = 26  # ns up to which the next step knows of arrivals
 COMING = 27  # requests in `RequestStates.lane`
 DUE = 28  # requests in `ReplayState.arriving`
@@ -49,17 +51,9 @@ MOVED = 34  # blocks moved between device and host in the step under way
 ENDING = 35  # requests that have all their tokens, and keep their blocks until the next step is scheduled
 GONE = 36  # of those, preempted in the step under way
 ENTERED = 37  # requests that have entered the batch
-UNDER_WAY = 38  # whether a step runs whose tokens are not known
-NUM_SCALARS = 39
+NUM_SCALARS = 38
 
-_COUNTED = (
-    "generated",
-    "lost",
-    "preemptions",
-    "hits",
-    "resumed_hits",
-    "recomputed",
-)  # of `RequestStates`; they start at 0
+_UNKNOWN = ("scheduled", "first_token", "finish", "last_token")  # of `RequestStates`, at first
 
 
 RECENT, TTL, PIN, PRIORITY = range(4)  # `Rules.keep`
@@ -210,8 +204,7 @@ class RequestStates(NamedTuple):
     `lane` lists them in the order in which they come, and `place` is the place of each of them in it.
 
     The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, tokens
-    generated, tokens whose KV was lost. `run` is the oldest of its `Runs`. The last fields count preemptions, what they
-    cost, and hits.
+    generated, tokens whose KV was lost. The last fields count preemptions, what they cost, and hits.
     """
 
     scheduled: IntArray
@@ -224,7 +217,6 @@ class RequestStates(NamedTuple):
     last_token: IntArray
     generated: IntArray
     lost: IntArray
-    run: IntArray
     preemptions: IntArray
     hits: IntArray
     resumed_hits: IntArray
@@ -303,15 +295,19 @@ class Runs(NamedTuple):
     """Cached blocks without a name, by tables that were released, int64 `[runs]`; they are evicted from their end.
 
     They are blocks `first` to `first + blocks - 1` of a table of `request`, which alone finds them; NEVER: nobody does.
-    `after` is its next run in order of release. `spare` is a stack of free numbers. With groups of layers a request has
-    a table in each: then group g of request r stands for a request, number r x groups + g.
+    `after` is its next run in order of release, `oldest` its first one, int64 `[requests]`. `spare` is a stack of free
+    numbers, `spares[0]` how many there are. Run i is node `node + i` of an `EvictionList`. With groups of layers a
+    request has a table in each: then group g of request r stands for a request, number r x groups + g.
     """
 
     blocks: IntArray
     first: IntArray
     request: IntArray
     after: IntArray
+    oldest: IntArray
     spare: IntArray
+    spares: IntArray
+    node: int
 
 
 class EvictionList(NamedTuple):
@@ -324,6 +320,38 @@ class EvictionList(NamedTuple):
     after: IntArray
     before: IntArray
     since: IntArray
+
+
+class Tiering(NamedTuple):
+    """Tiers below the pool, and their rules (`engine.core.memory.tiers`); 0 is the host, 1 the disk. A unit holds
+    `chunk` blocks; 0: there are no tiers.
+
+    Tier t holds `units[t]` units; to read and to write one takes it `unit_s[t]` seconds. `counts[t]` are units that it
+    has, units written and read, and blocks that were hit. Rank t of `order` is its order of eviction. A node is a unit
+    by the name of its last block, number 2 x name + t, which is linked to nothing (NEVER) where the tier does not have
+    it, or one of `runs`, whose blocks are units of request r in tier t, number 2 x r + t.
+
+    To compute the first n blocks of a prompt takes `prefix_s[n]` seconds. `seconds` are those of all reading, of
+    computing that it spared, of all writing, and of reading for the step under way. With `spills` the pool writes what
+    it evicts: `victims` are a name and NEVER, or a request and its places from a first to before a last one; `seen`
+    numbers the last eviction in which a name was, and the last of all, behind them.
+    """
+
+    chunk: int
+    spills: int
+    cheaper: int
+    overlaps: int
+    units: IntArray  # int64 [tiers]
+    unit_s: FloatArray  # [tiers, 2]
+    prefix_s: FloatArray  # [blocks]
+    counts: IntArray  # int64 [tiers, 4]
+    seconds: FloatArray  # [4]
+    order: EvictionList
+    runs: Runs
+    victims: IntArray  # int64 [victims, 3]
+    seen: IntArray
+    first_name: IntArray  # as in `RequestInputs`
+    names: NameArray
 
 
 class StepLog(NamedTuple):
@@ -360,6 +388,7 @@ class ReplayState(NamedTuple):
     evictable: EvictionList
     beams: BeamTables
     groups: GroupArrays
+    tiers: Tiering
     log: StepLog
 
 
@@ -372,6 +401,7 @@ def new_state(
     num_blocks: int,
     features: int,
     log_steps: int,
+    below: Tiers,
 ) -> ReplayState:
     """A replay at its beginning, over an empty pool; its log holds `log_steps` steps.
 
@@ -382,14 +412,13 @@ def new_state(
     most = int((-((1 - inputs.prompt - inputs.output) // rules.block_size) * inputs.width).sum()) * tables
     numbers = num_blocks if num_blocks <= most else min(num_blocks, len(inputs.names) * tables)
     runs = min(num_blocks, most if num_blocks <= most or rules.groups else 2 * num_requests)
-    firsts = [0 if name in _COUNTED else NEVER for name in RequestStates._fields]
+    firsts = [NEVER if name in _UNKNOWN else 0 for name in RequestStates._fields]
     states = RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts))
     at = np.zeros(NUM_SCALARS, dtype=np.int64)
     at[EMPTY] = num_blocks
     at[SPARE] = numbers
     beams = beam_tables(inputs, rules)
     at[SLOTS] = len(beams.spare_slots)
-    at[SPARE_RUNS] = runs
     nodes = numbers + runs + rules.ranks
     gaps = 2 * log_steps + rows
     return ReplayState(
@@ -403,15 +432,16 @@ def new_state(
         np.zeros(1, dtype=np.uint64),
         drafting,
         Batch(*_columns(len(Batch._fields), 2 * rows if rules.ahead else rows)),
-        states._replace(run=np.full(num_requests * tables, NEVER, dtype=np.int64)),
+        states,
         Heap(*_columns(3, len(inputs.pause_ns))),
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
         Heap(*_columns(3, num_requests if rules.swaps else 0)),
         _named_blocks(numbers, inputs.names, tables),
-        Runs(*_columns(4, runs), np.arange(runs)),  # type: ignore[call-arg]
+        _runs(runs, num_requests * tables, numbers),
         EvictionList(np.arange(nodes), np.arange(nodes), *_columns(1, nodes if rules.keep == TTL else 0)),
         beams,
         _group_tables(rules, numbers, inputs.names),
+        _tiering(below, inputs, most, nodes),
         StepLog(  # type: ignore[call-arg]
             np.zeros((log_steps, len(STEP_RECORD)), dtype=np.int64),
             np.zeros(log_steps),
@@ -432,6 +462,39 @@ def _named_blocks(numbers: int, names: NameArray, tables: int) -> NamedBlocks:
         oldest=np.full(distinct, NEVER, dtype=np.int32),
         newest=np.full(distinct, NEVER, dtype=np.int32),
         held=np.zeros(len(names) * tables, dtype=np.int32),
+    )
+
+
+def _runs(count: int, owners: int, node: int) -> Runs:
+    oldest, spares = np.full(owners, NEVER, dtype=np.int64), np.array([count], dtype=np.int64)
+    return Runs(*_columns(4, count), oldest, np.arange(count), spares, node)  # type: ignore[call-arg]
+
+
+def _tiering(below: Tiers, inputs: RequestInputs, most: int, nodes: int) -> Tiering:
+    """Empty tiers; `most` blocks are in the tables of all requests, `nodes` in the order of the pool's eviction."""
+    some, spills, facts = bool(below.tiers), below.store is TierStore.evicted, below.facts
+    names, requests = some * (int(inputs.names.max(initial=-1)) + 1), some * len(inputs.prompt)
+    longest = some * int((inputs.prompt + inputs.output).max(initial=0)) // facts.block_size
+    units = np.array([*(tier.spec.units for tier in below.tiers), 0, 0][:2])
+    runs = int(np.minimum(2 * units, most).sum()) + 4
+    after, before = (np.full(2 * names + runs + 2, NEVER, dtype=np.int64) for _ in range(2))
+    after[-2:] = before[-2:] = np.arange(len(after) - 2, len(after))
+    return Tiering(
+        chunk=some * below.chunk,
+        spills=int(spills),
+        cheaper=int(below.rule is TierLoad.cheaper),
+        overlaps=int(below.overlaps),
+        units=units,
+        unit_s=np.array([*map(below.unit_s, below.tiers), (0.0, 0.0), (0.0, 0.0)][:2], dtype=np.float64),
+        prefix_s=np.array([facts.seconds(blocks * facts.block_size) for blocks in range(longest + 1)]),
+        counts=np.zeros((2, 4), dtype=np.int64),
+        seconds=np.zeros(4),
+        order=EvictionList(after, before, *_columns(1, 0)),
+        runs=_runs(runs, 2 * requests, 2 * names),
+        victims=np.zeros((spills * nodes, 3), dtype=np.int64),
+        seen=np.zeros(spills * (names + 1), dtype=np.int64),
+        first_name=inputs.first_name,
+        names=inputs.names,
     )
 
 

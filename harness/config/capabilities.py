@@ -108,6 +108,13 @@ class Capability:
     reasons: Mapping[Way, str]
 
 
+def _is_special(asked: Asked) -> bool:
+    """Whether its requests have several sequences or are swapped, or blocks are evicted by a rule of their own."""
+    return (
+        asked.several or asked.cache.eviction != Eviction.lru or asked.scheduler.preemption is Preemption.swap
+    )
+
+
 _OWN = "a policy of your own runs in Python alone"
 _ROWS = "such a run keeps no rows"
 _NO_CACHE = "there is no prefix cache"
@@ -182,8 +189,7 @@ TABLE: tuple[Capability, ...] = (
     ),
     Capability(
         "decoding.draft_tokens",
-        lambda a: a.drafts
-            and (a.several or a.cache.eviction != Eviction.lru or a.scheduler.preemption is Preemption.swap),
+        lambda a: a.drafts and _is_special(a),
         {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.eviction"},
     ),
     Capability(
@@ -299,8 +305,12 @@ TABLE: tuple[Capability, ...] = (
         "cache.tier_tokens",
         lambda a: a.cache.tier_tokens,
         {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
-         Way.oracle: "it is compared without tiers", Way.compiled: "there are tiers below the pool",
-         Way.client: _UNKNOWN},
+         Way.oracle: "it is compared without tiers", Way.client: _UNKNOWN},
+    ),
+    Capability(
+        "cache.tier_tokens",
+        lambda a: a.cache.tier_tokens > 0 and (_is_special(a) or a.cache.tier_eviction is not Eviction.lru),
+        {Way.compiled: "tiers stand beside several sequences, swapped requests or a rule of eviction other than lru"},
     ),
     Capability(
         "cache.disk_tokens",

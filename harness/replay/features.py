@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -107,24 +107,11 @@ class Sight:
     tokens: int
     chunked: bool = False
 
-    def unseen(self, position: int) -> int:
-        """Tokens before `position` that the token there does not see."""
-        return max(0, int(self._edge(position)))
-
     def unseen_of(self, positions: IntArray) -> int:
-        """The same, summed over positions."""
-        return int(_add(np.maximum(self._edge(positions), 0)))
-
-    def _edge(self, position: Any) -> Any:
-        return position // self.tokens * self.tokens if self.chunked else position + 1 - self.tokens
-
-    def pairs(self, tokens: int) -> int:
-        """Of the first `tokens` tokens the pairs of a token and one before it that it does not see."""
-        if self.chunked:
-            whole, rest = divmod(tokens, self.tokens)
-            return self.tokens * (self.tokens * (whole * (whole - 1) // 2) + whole * rest)
-        beyond = max(0, tokens - self.tokens)
-        return beyond * (beyond + 1) // 2
+        """`unseen`, summed over positions."""
+        size = self.tokens
+        edges = positions // size * size if self.chunked else np.maximum(positions + 1 - size, 0)
+        return int(_add(edges))
 
     def growth(self, positions: IntArray, steps: int) -> IntArray:
         """How many more tokens each of `steps` steps does not see than the one before it, with a row at each position.
@@ -138,6 +125,22 @@ class Sight:
             grown = np.cumsum(np.bincount(leaving, minlength=steps + 1))[:steps]
         grown[0] = 0
         return grown
+
+
+def unseen(position: int, window: int, chunked: bool) -> int:
+    """Tokens before `position` that the token there does not see in a window, or in a chunk of so many (`Sight`). In
+    compiled code too.
+    """
+    return position // window * window if chunked else max(0, position + 1 - window)
+
+
+def unseen_pairs(tokens: int, window: int, chunked: bool) -> int:
+    """Of the first `tokens` tokens the pairs of a token and one before it that it does not see."""
+    if chunked:
+        whole, rest = tokens // window, tokens % window
+        return window * (window * (whole * (whole - 1) // 2) + whole * rest)
+    beyond = max(0, tokens - window)
+    return beyond * (beyond + 1) // 2
 
 
 def _turns(positions: IntArray, size: int, steps: int) -> IntArray:
@@ -315,13 +318,13 @@ def _unseen_features(plan: StepPlan, window: Sight) -> tuple[Amount, Amount, Amo
     The queries of a chunk together read the slots from the first one's window to the last one's position.
     """
     decode = window.unseen_of(plan.context_len[: plan.steady]) if plan.steady else 0
-    chunk_kv = work = 0
+    chunk_kv, work, size, chunked = 0, 0, window.tokens, window.chunked
     for _, _, held, query, _, _, _ in plan.other_rows:
         if query == 1:
-            decode += window.unseen(held)
+            decode += unseen(held, size, chunked)
         else:
-            chunk_kv += window.unseen(held)
-            work += window.pairs(held + query) - window.pairs(held)
+            chunk_kv += unseen(held, size, chunked)
+            work += unseen_pairs(held + query, size, chunked) - unseen_pairs(held, size, chunked)
     return decode, chunk_kv, work
 
 

@@ -138,17 +138,17 @@ class TierUse(MemoryObserver):
     field = "tiers"
 
     def __init__(self, tiers: Tiers, block_size: int, kv_bytes_per_token: int) -> None:
-        self._tiers, self._size, self._bytes = tiers, block_size, block_size * kv_bytes_per_token
+        self.tiers, self._size, self._bytes = tiers, block_size, block_size * kv_bytes_per_token
 
     def value(self) -> dict[str, float]:
         """The metrics."""
-        counts, unit = self._tiers.counts, self._tiers.chunk * self._bytes
+        counts, unit = self.tiers.counts, self.tiers.chunk * self._bytes
         found: dict[str, float] = {
             "tier_load_s": counts.load_s,
             "tier_saved_s": counts.saved_s,
             "tier_write_s": counts.write_s,
         }
-        for tier, hits in zip(self._tiers.tiers, counts.hit_blocks, strict=True):
+        for tier, hits in zip(self.tiers.tiers, counts.hit_blocks, strict=True):
             name = tier.spec.name
             found[f"{name}_hit_tokens"] = hits * self._size
             found[f"{name}_read_bytes"], found[f"{name}_written_bytes"] = (

@@ -63,7 +63,7 @@ def observed_scheduler(
         admission=_user_policy("scheduler.admission", scheduler.admission) or builtin.admission,
     )
     eviction = eviction_policy(deployment, clock) if eviction is None else eviction
-    tiers = _tiers(deployment, eviction)
+    tiers = tiers_below(deployment, eviction)
     manager: KVCacheManager
     if pool.groups is not None:
         manager = PagedManager.of(
@@ -140,8 +140,8 @@ def host_tier(deployment: Deployment, tokens: int) -> TierSpec:
     return TierSpec("host", tokens // (cache.tier_chunk or size), link_s, link_s, latency_s)
 
 
-def _tiers(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
-    """The tiers below the pool, None where it has none; `policy` is that of the pool.
+def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
+    """New tiers below the pool, None where it has none; `policy` is that of the pool.
 
     What the disk has passes the host.
     """

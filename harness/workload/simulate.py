@@ -46,7 +46,7 @@ from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
 from harness.workload.beam_requests import BeamClient
 from harness.workload.point import Point
-from harness.workload.scheduler import goes_singly
+from harness.workload.scheduler import eviction_policy, goes_singly, tiers_below
 from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, Requests, TraceRequest
@@ -145,6 +145,8 @@ def _obstacle(point: Point) -> str | None:
         return "the trace's client holds requests back"
     if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
         return "turns wait for later ones"
+    if point.deployment.cache.tier_tokens and point.deployment.copies_tiers:
+        return "the engine copies what its tier has, which is a part of single steps"
     if (grouping := _grouping(point)) and (reason := grouping.obstacle()):
         return reason
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
@@ -221,6 +223,7 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
 
     pool, prices, cache = point.pool, prices_of(cost), point.deployment.cache
     assert prices is not None
+    tiers = tiers_below(point.deployment, eviction_policy(point.deployment))
     memory = PlainPool(
         pool.num_blocks,
         pool.block_size,
@@ -229,6 +232,7 @@ def replay_of(point: Point, requests: PlainRequests, cost: CostModel) -> Compile
         _keeping(cache, point.trace.columns, pool.block_size),
         pool.window,
         _grouping(point),
+        TierUse(tiers, pool.block_size, pool.kv_bytes_per_token) if tiers else None,
     )
     asynchronous = point.deployment.scheduler.async_scheduling
     return CompiledReplay(requests, point.limits, memory, prices, asynchronous=asynchronous)
@@ -313,10 +317,10 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
     """
     if not rows and point.replicas == 1:
         compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
-        fold, beside = compiled, _run_compiled(point, cost, [compiled])
-        if beside is None:
-            fold, beside = core, _simulated(point, cost, core, fast_forward)
-        return fold.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **beside)
+        sizes = pool.block_size, pool.tokens, pool.slot_bytes
+        if beside := _run_compiled(point, cost, [compiled]):
+            return compiled.prediction(*sizes, **beside[0])
+        return core.prediction(*sizes, **_simulated(point, cost, core, fast_forward))
     log = simulate(point, cost, fast_forward=fast_forward)
     return prediction_of(log, cost.source, rows=rows)
 
@@ -324,8 +328,9 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
     core, compiled = new_log(point), [new_log(point) for _ in range(point.replicas)]
-    if (beside := _run_compiled(point, cost, compiled)) is not None:
-        log = compiled[0].log(**beside) if len(compiled) == 1 else merged([each.log() for each in compiled])
+    if beside := _run_compiled(point, cost, compiled):
+        logs = [fold.log(**kept) for fold, kept in zip(compiled, beside, strict=True)]
+        log = logs[0] if len(logs) == 1 else merged(logs)
     elif point.replicas > 1:
         log = _simulate_replicas(point, cost, fast_forward)
     else:
@@ -341,15 +346,12 @@ def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) ->
     return replay_point(point, fold, point.stream(), executor, client=client, live=live)
 
 
-def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> dict[str, Any] | None:
-    """Replay the point by compiled code, each replica into its fold; None where `engine.core` must replay it, into
-    other ones. Returns what a replay without replicas kept of the memory, as `replay_point`.
+def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[dict[str, Any]]:
+    """Replay the point by compiled code, each replica into its fold. Returns what each kept of the memory, as
+    `replay_point`; nothing where `engine.core` must replay the point, into other folds.
     """
     replays = compiled_replays(point, cost)
-    if len(replays) > 1:
-        run_replicas(replays, folds)
-        return {}
-    return replays[0].run(folds[0]) if replays else None
+    return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 
 
 def optimal_hit_tokens(point: Point, log: RunLog) -> int:

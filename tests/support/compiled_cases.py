@@ -11,6 +11,7 @@ from engine.core.identity import KeyIdentity
 from engine.core.memory.eviction import EvictionPolicy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, layer_groups
+from engine.core.memory.tiers import Tiers
 from engine.core.options import (
     Decoding,
     Retention,
@@ -251,7 +252,12 @@ def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
     return Sessions([Turn(*turn) for turn in zip(timed, parents, pauses, strict=True)])
 
 
-def core_parts(limits: SchedulerLimits, pool: PlainPool, eviction: EvictionPolicy | None = None) -> Scheduler:
+def core_parts(
+    limits: SchedulerLimits,
+    pool: PlainPool,
+    eviction: EvictionPolicy | None = None,
+    tiers: Tiers | None = None,
+) -> Scheduler:
     retention, grouping = Retention.lru if pool.keeps else Retention.none, pool.grouping
     if grouping is not None:
         manager = PagedManager.of(
@@ -262,7 +268,11 @@ def core_parts(limits: SchedulerLimits, pool: PlainPool, eviction: EvictionPolic
         )
         return Scheduler(manager, limits)
     manager = PagedManager(
-        pool.num_blocks, pool.block_size, retention=retention, host_blocks=pool.host_blocks, eviction=eviction
+        *(pool.num_blocks, pool.block_size),
+        retention=retention,
+        host_blocks=pool.host_blocks,
+        eviction=eviction,
+        tiers=tiers,
     )
     return Scheduler(manager, limits)
 
@@ -275,13 +285,19 @@ def core_log(
     shared: Sharing | None = None,
     *,
     asynchronous: bool = False,
+    tiers: Tiers | None = None,
+    fast_forward: bool = True,
 ) -> RunLog:
     live: dict[int, Request] = {}
     accepted = requests.drafts.acceptance if requests.drafts else None
     executor = SimulatedExecutor(
-        cost, live, pool.block_size, GENEALOGY, window=pool.window, acceptance=accepted
+        *(cost, live, pool.block_size, GENEALOGY),
+        window=pool.window,
+        acceptance=accepted,
+        fast_forward=fast_forward,
     )
-    arrivals, scheduler = arrivals_of(requests, core_requests(requests, shared)), core_parts(limits, pool)
+    arrivals = arrivals_of(requests, core_requests(requests, shared))
+    scheduler = core_parts(limits, pool, tiers=tiers)
     groups = layer_groups(scheduler.manager)
     wastes = [Wastes(groups.account)] if groups else []
     log = play(arrivals, scheduler, executor, *wastes, live=live, asynchronous=asynchronous)

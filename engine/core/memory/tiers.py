@@ -241,7 +241,7 @@ class Tiers:
             )
         self.tiers, self.chunk, self.overlaps = tiers, chunk, overlaps
         self.counts = TierCounts([0] * len(tiers))
-        self._facts, self._store, self._load = facts, store, load
+        self.facts, self.store, self.rule = facts, store, load
         self._loaded, self._load_s = 0, 0.0
         self._copies = copies
 
@@ -291,7 +291,7 @@ class Tiers:
             else:
                 parts.append(Part(tier, blocks, [key]))
             place += blocks
-        if self._load is TierLoad.cheaper:
+        if self.rule is TierLoad.cheaper:
             parts = self._worth(len(hits), parts)
         return TierHit(hits, parts, hashes[: len(hits) + sum(part.blocks for part in parts)])
 
@@ -304,12 +304,16 @@ class Tiers:
         return parts[: saved.index(max(saved))]
 
     def _computing_s(self, hits: int, blocks: int) -> float:
-        size, seconds = self._facts.block_size, self._facts.seconds
+        size, seconds = self.facts.block_size, self.facts.seconds
         return seconds((hits + blocks) * size) - seconds(hits * size)
 
+    def unit_s(self, tier: Tier) -> tuple[float, float]:
+        """Seconds to read and to write a unit of `tier`."""
+        spec = tier.spec
+        return spec.latency_s + self.chunk * spec.read_s, spec.latency_s + self.chunk * spec.write_s
+
     def _reading_s(self, part: Part) -> float:
-        spec = self.tiers[part.tier].spec
-        return len(part.keys) * (spec.latency_s + self.chunk * spec.read_s)
+        return len(part.keys) * self.unit_s(self.tiers[part.tier])[0]
 
     def load(self, hit: TierHit, request: Request, take: Callable[[], list[int]]) -> list[int]:
         """Read what `hit` found in tiers, for a request that is admitted, into blocks of the pool that `take` gives.
@@ -349,12 +353,12 @@ class Tiers:
 
     def released(self, hashes: Sequence[BlockHash], blocks: Sequence[int], request: Request) -> None:
         """A table with these leading cached blocks, and their hashes, is about to be released."""
-        if self._store is TierStore.written:
+        if self.store is TierStore.written:
             self._write(self._units(hashes, request), blocks)
 
     def spilled(self, units: Sequence[Unit], blocks: Sequence[int]) -> None:
         """The pool evicts `blocks`, which hold these units, in this order."""
-        if self._store is TierStore.evicted:
+        if self.store is TierStore.evicted:
             self._write(units[::-1], blocks[::-1])
 
     def _write(self, units: Sequence[Unit], blocks: Sequence[int]) -> None:
@@ -380,7 +384,7 @@ class Tiers:
             before = tier.written
             units = tier.store(units)[::-1]
             written = tier.written - before
-            self.counts.write_s += written * (tier.spec.latency_s + self.chunk * tier.spec.write_s)
+            self.counts.write_s += written * self.unit_s(tier)[1]
 
     def drain_loads(self) -> Loads:
         """What was read since the last call, for the step that is being planned."""

@@ -26,6 +26,10 @@ PLAIN = (
     *("workload.num_requests=60", "workload.prefix_share=null", "workload.length_scale=1"),
     *("workload.oversize=drop", "cache.pool_tokens=null", "cache.max_model_len=null"),
 )
+TIERS = (
+    *("workload.prefix_share=0.5", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
+    "cache.tier_tokens=60000",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -100,8 +104,12 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
         ("decoding=speculative", "decoding.acceptance=0.7", "workload.prefix_share=0.5"),
         ("device.data_parallel=4", "workload.request_rate=80", "workload.prefix_share=0.5"),
         ("device.data_parallel=2", "workload.request_rate=1", "scheduler.async_scheduling=true"),
+        (*TIERS, "cache.tier_store=evicted", "cache.tier_tokens=2000", "cache.disk_tokens=4000"),
+        (*TIERS, "cache.tier_chunk=64", "cache.tier_load=cheaper", "device.host_link_gbs=2"),
+        (*TIERS, "device.data_parallel=2", "cache.tier_overlap=true", "decoding=speculative"),
     ],
     day=[
+        (*TIERS, "cache.tier_store=evicted", "cache.tier_tokens=2000", "cache.disk_tokens=4000"),
         ("decoding=speculative", "decoding.acceptance=0.7", "workload.prefix_share=0.5"),
         ("model=gemma3_12b", "cache.groups=uniform", "device=h100", "workload.prefix_share=0.5"),
         ("cache.retention=none", "cache.block_size=1"),
@@ -143,6 +151,8 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
             "layers in groups have",
         ),
         (("scheduler=static",), "batching is not continuous"),
+        (("cache.tier_tokens=9000", "cache.eviction=pinned"), "a rule of eviction other than lru"),
+        (("cache.tier_tokens=9000", "device=cpu", "model=tiny_llama"), "the engine copies what its tier has"),
         (("replay.duration_s=5",), "stops early"),
         (("scheduler=swap", "cache.host_tokens=100000", "decoding.beam_width=2"), "may be swapped out"),
         (("scheduler.adaptive_watermark=true",), "the watermark is adaptive"),

@@ -213,7 +213,7 @@ def test_chunks_are_found_and_read_as_a_whole() -> None:
 @pytest.mark.parametrize(("token_s", "loaded"), [(1e-3, 6), (1e-5, 0)])
 def test_blocks_that_are_quicker_computed_are_not_loaded(token_s: float, loaded: int) -> None:
     scheduler = tiered(7, (20,), load=TierLoad.cheaper)
-    below(scheduler)._facts.token_s = token_s
+    below(scheduler).facts.token_s = token_s
     for rid, key in enumerate((1, 2, 1)):
         submit(scheduler, rid, ([(key, 7 * SIZE)], 1))
         found, _ = run(scheduler)
