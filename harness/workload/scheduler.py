@@ -148,6 +148,7 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     cache, size = deployment.cache, deployment.pool.block_size
     if not cache.tier_tokens:
         return None
+    policy.facts.block_size = size
     device, host = deployment.device, host_tier(deployment, cache.tier_tokens)
     specs, chunk = [host], (cache.tier_chunk or size) // size
     if cache.disk_tokens:
