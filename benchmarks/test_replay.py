@@ -43,7 +43,12 @@ FAMILIES = {
     "pinned": (*FULL, "cache.eviction=pinned"),
     "swap": (*FULL, "scheduler.preemption=swap", "cache.host_tokens=65536"),
     "host tier": (*FULL, "cache.tier_tokens=2000000"),
-    "evicted to host and disk": (*FULL, "cache.tier_tokens=262144", "cache.disk_tokens=2000000", "cache.tier_store=evicted"),
+    "evicted to host and disk": (
+        *FULL,
+        "cache.tier_tokens=262144",
+        "cache.disk_tokens=2000000",
+        "cache.tier_store=evicted",
+    ),
     "4 replicas": (*SHARED, "device.data_parallel=4", "workload.request_rate=80"),
     "drafts": (*SHARED, "decoding=speculative", "decoding.acceptance=0.7"),
     "groups of gpt-oss": (*SHARED, "model=gpt_oss_20b", "cache.groups=uniform"),

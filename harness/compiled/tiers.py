@@ -215,5 +215,4 @@ def note_counts(tiering: Tiering, tiers: Tiers) -> None:
     """Let `tiers` count what those of the replay did."""
     for number, tier in enumerate(tiers.tiers):
         _, tier.written, tier.read, tiers.counts.hit_blocks[number] = tiering.counts[number].tolist()
-    counts, seconds = tiers.counts, tiering.seconds[[LOADING, SPARED, WRITING]].tolist()
-    counts.load_s, counts.saved_s, counts.write_s = seconds
+    tiers.counts.load_s, tiers.counts.saved_s, tiers.counts.write_s, _ = tiering.seconds.tolist()
