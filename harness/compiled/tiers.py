@@ -148,8 +148,6 @@ def tier_of(tiers: Tiering, request: int, unit: int) -> int:
     """The first tier that has number `unit` of `request`; NEVER: none has it."""
     last = (unit + 1) * tiers.chunk - 1
     for tier in range(2):
-        if not tiers.units[tier]:
-            break
         if last >= names_of(tiers, request):
             if run_of(tiers.runs, 2 * request + tier, unit) != NEVER:
                 return tier
@@ -198,8 +196,7 @@ def read(tiers: Tiering, request: int, found: int, asked: int) -> int:
     loaded = loadable(tiers, request, found, asked, False)
     loadable(tiers, request, found, found + loaded, True)
     for tier in range(2):
-        if tiers.units[tier]:
-            renew(tiers, tier, request, (found + loaded) // tiers.chunk, False)
+        renew(tiers, tier, request, (found + loaded) // tiers.chunk, False)
     return int(loaded)
 
 

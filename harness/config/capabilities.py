@@ -108,11 +108,9 @@ class Capability:
     reasons: Mapping[Way, str]
 
 
-def _is_special(asked: Asked) -> bool:
+def _is_special(a: Asked) -> bool:
     """Whether its requests have several sequences or are swapped, or blocks are evicted by a rule of their own."""
-    return (
-        asked.several or asked.cache.eviction != Eviction.lru or asked.scheduler.preemption is Preemption.swap
-    )
+    return a.several or a.cache.eviction != Eviction.lru or a.scheduler.preemption is Preemption.swap
 
 
 _OWN = "a policy of your own runs in Python alone"
