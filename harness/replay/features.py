@@ -127,14 +127,14 @@ class Sight:
         return grown
 
 
-def unseen(position: int, window: int, chunked: bool) -> int:
+def unseen(position: int, window: int, chunked: int) -> int:
     """Tokens before `position` that the token there does not see in a window, or in a chunk of so many (`Sight`). In
     compiled code too.
     """
     return position // window * window if chunked else max(0, position + 1 - window)
 
 
-def unseen_pairs(tokens: int, window: int, chunked: bool) -> int:
+def unseen_pairs(tokens: int, window: int, chunked: int) -> int:
     """Of the first `tokens` tokens the pairs of a token and one before it that it does not see."""
     if chunked:
         whole, rest = tokens // window, tokens % window
