@@ -153,6 +153,8 @@ def load_calibration(deployment: Deployment) -> FittedCost:
             hull={name: (float(low), float(high)) for name, (low, high) in document["hull"].items()},
             validation=document["validation"],
         )
+        if not np.isfinite(source.spread or 0.0):
+            raise ValueError("the repeatability, or an error on held-out workloads, is no number")
     except FileNotFoundError as error:
         reason = f"this device is not calibrated for {deployment.model.name}"
         raise CalibrationError(f"{path}: {reason}") from error

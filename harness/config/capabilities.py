@@ -313,7 +313,7 @@ TABLE: tuple[Capability, ...] = (
     Capability(
         "cache.disk_tokens",
         lambda a: a.cache.tier_tokens > 0 and a.cache.disk_tokens,
-        {Way.measured: "files are read from the system's memory again, so no disk would be timed; use measure=false"},
+        {Way.measured: "files are read from the system's memory again, so no disk would be timed"},
     ),
     Capability(
         "cache.answers",

@@ -199,6 +199,20 @@ def test_a_calibration_with_a_negative_coefficient_is_damaged(tmp_path: Path) ->
         load_calibration(deployment_of(config))
 
 
+@pytest.mark.parametrize(("repeats", "error"), [(float("nan"), 0.1), ("wide", 0.1), (0.1, -1.0), (0.1, None)])
+def test_a_calibration_whose_repeatability_is_no_number_is_damaged(
+    tmp_path: Path, repeats: object, error: object
+) -> None:
+    config = small_config(tmp_path)
+    file = save_calibration(deployment_of(config), fitted_cost(), {})
+    document = json.loads(file.read_text())
+    document["provenance"]["repeatability"] = repeats
+    document["validation"] = {"chat": {"tpot_mean": {"error": error}}}
+    file.write_text(json.dumps(document))
+    with pytest.raises(CalibrationError, match="damaged calibration"):
+        load_calibration(deployment_of(config))
+
+
 def test_a_whole_calibration_is_not_set_aside(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     save_calibration(deployment_of(config), fitted_cost(), {})
