@@ -46,8 +46,9 @@ def main() -> None:
         print(f"format {trace.header.format}: {len(trace.requests)} requests, {tokens} prompt tokens")
         for prefix_caching in (False, True):
             found = simulate(path, prefix_caching=prefix_caching)
+            hits = found.get("hit_ratio", 0.0)  # without prefix caching there is no such ratio
             print(
-                f"prefix caching {'on ' if prefix_caching else 'off'}: {found['hit_ratio']:5.1%} of prompt tokens hit,"
+                f"prefix caching {'on ' if prefix_caching else 'off'}: {hits:5.1%} of prompt tokens hit,"
                 f" mean TTFT {found['ttft_mean'] * 1000:5.1f} ms"
             )
 

@@ -21,7 +21,7 @@ def ideal_hit_tokens(lengths: "Lengths", block_size: int) -> int:
     """
     if lengths.segments is None:
         return 0
-    seen = np.minimum(prompt_paths(lengths.segments)[0], lengths.prompt_tokens - 1)
+    seen = np.minimum(prompt_paths(lengths.segments, lengths.tenants)[0], lengths.prompt_tokens - 1)
     return int((seen // block_size).sum()) * block_size
 
 
@@ -31,12 +31,13 @@ class Lengths:
 
     `width` sequences are forked from each prompt; with `beam` they are re-parented after every step, so that
     what they share depends on the tokens and has no closed form. `segments` are those of the prompts; None: they share
-    nothing.
+    nothing. Prompts share within one of `tenants` alone; None: there is one.
     """
 
     prompt_tokens: IntArray
     output_tokens: IntArray
     segments: SegmentColumns | None = None
+    tenants: IntArray | None = None
     width: int = 1
     beam: bool = False
 

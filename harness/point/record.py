@@ -18,7 +18,7 @@ from harness.replay.folds import Prediction
 from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
-from traces.analysis.reuse import realised_prefix_share
+from traces.analysis.reuse import realised_prefix_share, tenants_of
 
 if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
@@ -155,6 +155,7 @@ def _analytic(point: Point) -> dict[str, float]:
         prompt_tokens=rows.prompt_tokens,
         output_tokens=rows.output_tokens,
         segments=rows.segments,
+        tenants=tenants_of(workload.trace),
         width=workload.width,
         beam=workload.decoding is Decoding.beam,
     )

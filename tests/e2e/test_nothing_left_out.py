@@ -115,7 +115,7 @@ def test_what_is_left_out_is_named_before_any_figure(command: str, asked: Asked)
 
 
 @settings(max_examples=tier(2, 30), phases=DRAWN)
-@given(failed=st.lists(st.booleans(), min_size=4, max_size=20).map(lambda each: [False, *each]))
+@given(failed=st.lists(st.booleans(), min_size=4, max_size=20).map(lambda each: [False, False, *each]))
 def test_rows_of_a_log_that_are_not_in_the_twin_are_named_first(failed: Sequence[bool]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         head = "arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n"

@@ -354,8 +354,9 @@ def test_a_cascade_of_a_large_group_equals_the_whole():
 
 
 def test_during_graph_capture_no_bound_of_the_queries_is_read(monkeypatch):
+    """Many queries may then lie in a row, so the kernel for prompts computes them, not the one for a few."""
     case = build_case(spec_of((40, 70), (9, 3), block_size=8))
-    expected = attend(case)
+    expected = exact_attention(case)[0]
 
     def refuse(tensor, *arguments):
         raise RuntimeError("the host waits for the device")
@@ -364,7 +365,7 @@ def test_during_graph_capture_no_bound_of_the_queries_is_read(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "diff", refuse)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
     found = paged_attention_prefill(*inputs, **options_of(case), validate=False, backend="triton")
-    assert torch.equal(found, expected)
+    assert relative_error(found, expected) < TOLERANCE[FP32]
 
 
 @pytest.mark.parametrize("scale", [-0.25, 0.0])

@@ -95,29 +95,37 @@ def _longest_before(group: Ints, tokens: Ints) -> Ints:
     return found
 
 
+def tenants_of(trace: Trace) -> Ints:
+    """A number for each request, equal for equal salts: only such requests share prefixes."""
+    rows, numbers = trace.columns, dict[str, int]()
+    if rows.others is None:
+        return np.zeros(len(rows), np.int64)
+    return np.array([numbers.setdefault(salt, len(numbers)) for salt in rows.values("salt")], np.int64)
+
+
 def shared_prefix_tokens(trace: Trace) -> list[int]:
-    """For each request, the leading prompt tokens that it shares with some earlier request of the trace."""
-    found: list[int] = prompt_paths(trace.columns.segments)[0].tolist()
+    """For each request, the leading prompt tokens that it shares with an earlier one of the trace and of its salt."""
+    found: list[int] = prompt_paths(trace.columns.segments, tenants_of(trace))[0].tolist()
     return found
 
 
 def realised_prefix_share(trace: Trace) -> float:
     """Share of all prompt tokens (0 to 1) that an unlimited, token-exact prefix cache has seen before."""
     total = int(trace.columns.prompt_tokens.sum())
-    return int(prompt_paths(trace.columns.segments)[0].sum()) / total if total else 0.0
+    return sum(shared_prefix_tokens(trace)) / total if total else 0.0
 
 
 class PrefixPaths:
     """The paths of all prompts of a trace: built once, gives extents at any block size.
 
-    Two prompts share a path as far as an unlimited, token-exact prefix cache finds them equal. (A text that is used at
-    more than 256 lengths is compared in steps of 16 tokens.)
+    Two prompts of equal salt share a path as far as an unlimited, token-exact prefix cache finds them equal. (A text
+    that is used at more than 256 lengths is compared in steps of 16 tokens.)
     """
 
     def __init__(self, trace: Trace) -> None:
         self.trace, rows = trace, trace.columns
         count = len(rows)
-        levels = list(_nodes(rows.segments)) or [Extents(*np.zeros((3, 0), np.int64))]
+        levels = list(_nodes(rows.segments, tenants_of(trace))) or [Extents(*np.zeros((3, 0), np.int64))]
         prompt, node, stop = _in_order(Extents(*map(np.concatenate, zip(*levels, strict=True))))
         uses = np.bincount(node, minlength=1)[node]
         last = np.diff(prompt, append=-1) != 0
@@ -158,13 +166,13 @@ def _in_order(extents: Extents) -> Extents:
     return Extents(*(column[order] for column in extents))
 
 
-def _nodes(prompts: SegmentColumns) -> Iterator[Extents]:
+def _nodes(prompts: SegmentColumns, roots: Ints) -> Iterator[Extents]:
     """The places of the prompts' tree at which some prompt leaves it: prompt, number of the place, and token.
 
     They are where segments with one key after one path end; longer segments are cut there.
     """
     start, nodes = np.zeros(len(prompts.first) - 1, np.int64), 0
-    for live, pair, tokens in keyed_levels(prompts, np.zeros_like(start)):
+    for live, pair, tokens in keyed_levels(prompts, roots.copy()):
         begin, end = start[live], start[live] + tokens
         far = int(end.max()) + 1
         ends = np.unique(pair * far + end)

@@ -292,11 +292,10 @@ def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.nightly
-def test_no_block_size_is_the_best_where_one_holds_any_rate() -> None:
+def test_where_any_wait_meets_the_slo_the_rate_is_what_lasts() -> None:
     case = LoadCase(single_server(), parse_slo("ttft_p99<1e9"))
     answer = best_block_size(case, [16, 512], 1, 0.2, lambda _: None)
-    assert answer.value is None
-    assert "blocks of 512: 1e+06 requests/s still meet the SLO" in answer.reason
+    assert all(rate is not None and rate.mean < 100 for _, rate in answer.choices)
 
 
 @pytest.mark.parametrize("sizes", [["0", "16"], ["16", "16"]])

@@ -151,9 +151,7 @@ def test_a_model_without_windows_has_as_many_blocks_as_without_groups() -> None:
 @pytest.mark.parametrize(
     ("key", "overrides"),
     [
-        ("model.kv_dtype", ("measure=true", "model.kv_dtype=fp8_e4m3")),
         ("engine.cuda_graphs", ("measure=true", "engine.cuda_graphs=true")),
-        ("decoding.draft_tokens", ("measure=true", "decoding.draft_tokens=3")),
         ("cache.copy_at_fork", ("decoding.beam_width=4", "cache.copy_at_fork=true")),
         ("decoding.sharing", ("decoding.beam_width=4", "decoding.sharing=tail_at_fork")),
         ("scheduler.admission", ("scheduler.admission=a:B",)),

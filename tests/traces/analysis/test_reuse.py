@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,9 +110,15 @@ def test_an_unlimited_cache_of_single_tokens_hits_what_the_keys_share(rows) -> N
     assert reuse_profile(trace, 1).hit_tokens(UNLIMITED) == sum(shared_prefix_tokens(trace))
 
 
-@given(prompts.filter(apart), st.integers(1, 5))
-def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int) -> None:
+@given(
+    prompts.filter(apart),
+    st.integers(1, 5),
+    st.lists(st.sampled_from(["", "a", "b"]), min_size=12, max_size=12),
+)
+def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int, salts: list[str]) -> None:
     trace = make(rows)
+    salted = tuple(replace(row, salt=salt) for row, salt in zip(trace.requests, salts, strict=False))
+    trace = Trace(trace.header, salted)
     expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)
     assert ideal_hit_tokens(trace, size) == expected
 
