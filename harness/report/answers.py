@@ -44,6 +44,7 @@ class Choice:
     """A cell of the first screen: what to choose for a setting, its effect in a few words, and how sure that is.
 
     `number` is the part of the effect that counts; `band` is its interval and what it rests on (empty: not known).
+    `caution` is a sentence that must stand beside it where it stands alone.
     """
 
     setting: str
@@ -51,11 +52,12 @@ class Choice:
     number: str
     effect: str
     band: str = ""
+    caution: str = ""
 
     def __str__(self) -> str:
         band = f" ({self.band})" if self.band else ""
         effect = f"{self.number} {self.effect}".strip()
-        return f"{self.setting}: {self.value}. {effect[0].upper()}{effect[1:]}{band}."
+        return f"{self.setting}: {self.value}. {effect[0].upper()}{effect[1:]}{band}. {self.caution}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
         advice = f" {safest}" if safest else ""
         choice = safest.choice(name) if safest else Choice(name, "depends", "", "see the curves")
     text = f"{verdict}: {shown} exceed {limit}.{advice}{f' {caution}' if caution else ''}"
-    return Answer(key, question, text, figure, choice=choice)
+    return Answer(key, question, text, figure, choice=replace(choice, caution=caution))
 
 
 def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
