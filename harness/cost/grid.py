@@ -33,9 +33,8 @@ _NODES_PER_OCTAVE = 4
 _INWARDS = 1 - 1e-9  # moves nodes on the rim inside, since rounding could put them outside
 
 
-SHORT_QUERIES = (
-    64  # of a chunk, whose keys are read in parts as those of decode rows (`paged_kernels.attention`)
-)
+# Of a chunk whose keys are read in parts, as those of decode rows (`paged_kernels.attention`).
+SHORT_QUERIES = 64
 
 
 def short_as_decodes(
