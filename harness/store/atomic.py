@@ -127,12 +127,16 @@ def _host() -> str:
 
 
 def _start_of(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 where the system does not say."""
+    """When a process started, in clock ticks since boot; 0 where the system does not say, -1 where it has ended.
+
+    One that has ended stays in the table of processes until its parent asks for it.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
-    return int(stat.rpartition(")")[2].split()[19])  # field 22; the name in brackets may hold spaces
+    fields = stat.rpartition(")")[2].split()  # from field 3 on; the name in brackets may hold spaces
+    return -1 if fields[0] in "ZX" else int(fields[19])
 
 
 def _is_abandoned(path: Path) -> bool:

@@ -157,3 +157,13 @@ def test_what_another_machine_writes_stays(tmp_path: Path) -> None:
 def test_the_probe_of_a_dead_process_of_an_older_version_is_removed(tmp_path: Path) -> None:
     (tmp_path / "probe-999999999").touch()
     assert remove_leftovers(tmp_path) == 1
+
+
+def test_what_a_process_left_that_has_ended_and_was_not_asked_for_is_removed(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as child:
+        owner = f"{atomic._host()}-{child.pid}-{atomic._start_of(child.pid)}"
+        assert child.stdout is not None
+        child.stdout.read()  # until it ends
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        (tmp_path / f".record.json.{owner}.tmp").touch()
+        assert remove_leftovers(tmp_path) == 1
