@@ -71,9 +71,6 @@ class CalibrationCase:
 
 # A request that runs alone; its time is the unit of loads.
 LONE_REQUEST = CalibrationCase("alone", 2, (64, 64), (16, 16), 0)
-LARGE_PROMPTS = CalibrationCase(
-    "large prompts", 12, (150, 450), (1, 8), 0.2
-)  # what the yardstick is after them
 
 CASES = (
     CalibrationCase("burst", 64, (16, 256), (24, 48), 0),

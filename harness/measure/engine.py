@@ -20,7 +20,7 @@ from engine.runtime.runner import Runner
 from harness.config.errors import ConfigError
 from harness.config.schema import Clock
 from harness.measure.beam_search import TokenBeams
-from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick
+from harness.measure.executor import FixedDurations, MeasuredExecutor, Reading, Yardstick, middle
 from harness.measure.yardstick import FixedWork
 from harness.replay.executors import Executor, PinnedEnds
 from harness.replay.features import FeatureMeter
@@ -115,7 +115,7 @@ def measure(
         )
     log = kept.log(**beside)
     log = same.as_measured(log) if same else log
-    return MeasuredRun(log, recording, runner.audits, yardstick.reading if yardstick else None)
+    return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
 
 
 def _identity(
@@ -175,7 +175,8 @@ def warm_up(point: Point) -> Reading | None:
     Returns the reading of the yardstick, where there is one.
     """
     few = replace(point.trace, requests=point.trace.requests[:_WARM_UP])
-    return measure(point.of_trace(few), seed=point.workload.seed).yardstick_s
+    run = measure(point.of_trace(few), seed=point.workload.seed)
+    return Reading(*run.yardstick_s) if run.yardstick_s else None
 
 
 @contextmanager

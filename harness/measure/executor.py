@@ -4,17 +4,14 @@ Other work on a machine slows a core down by a tenth to a half, for some millise
 arithmetic, Python code and reads of memory by different amounts, so the yardstick, a fixed piece of work, has one part
 of each. A step's time divided by the pace beside it is the time that the step takes at the reference pace.
 
-The engine itself slows the yardstick down, too: on a quiet machine it takes 1.2 to 2 times its time after a large
-prefill, which leaves the caches cold, while steps take no longer. That is no pace. So readings after small steps and
-right after large prefills have a reference each, and nothing is read while the caches get warm again.
-
 `FixedDurations` gives repeated runs the same step plans.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,9 +19,8 @@ from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import Runner
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import to_ns, to_s
-from harness.replay.cost_model import Amount
 from harness.replay.executors import AroundEngine, Executor, StepTiming
-from harness.replay.features import LARGE_PREFILL, FeatureMeter, StepFeatures
+from harness.replay.features import FeatureMeter
 
 WINDOW = 8
 """Readings over which the pace is a median; about a tenth of a second of a small model's steps."""
@@ -33,61 +29,53 @@ READ_EVERY_S = 2e-3
 """Between two readings there is at least so much engine time, so that short steps do not wait for the yardstick."""
 
 
-Reading = tuple[float, ...]
-"""Seconds of the parts of the yardstick, about 0.1 ms each: arithmetic, Python, memory; where there are six, the last
-three are those right after a large prefill."""
+class Reading(NamedTuple):
+    """Seconds of the three parts of the yardstick, about 0.1 ms each."""
 
-_WARM = 0.3
-"""Of `StepFeatures.after_prefill`: below it a step is hardly slower any more."""
+    arithmetic_s: float
+    python_s: float
+    memory_s: float
 
 
-def is_cold(features: StepFeatures[Amount]) -> bool | None:
-    """Whether a step was a large prefill; None where the caches are still getting warm again."""
-    large = features.prefill_tokens / LARGE_PREFILL
-    return True if large >= 1 else None if max(large, features.after_prefill) > _WARM else False
+def pace_of(reading: Reading, reference: Reading) -> float:
+    """The mean of the parts' ratios; above 1 the core is slower than at the reference."""
+    return fmean(now / then for now, then in zip(reading, reference, strict=True))
+
+
+def middle(readings: Sequence[Reading]) -> Reading:
+    """The median of each part."""
+    return Reading(*(median(part) for part in zip(*readings, strict=True)))
 
 
 class Yardstick:
     """Follows the pace beside the steps of one run; `read` does the fixed work (`yardstick.FixedWork`).
 
-    Without a `reference` its own first readings after small steps are one. Readings without a reference do not count.
+    Without a `reference` its own first readings are one.
 
     Only readings after a step count: back to back the yardstick finds its memory in the nearest caches, and is faster.
     """
 
     def __init__(self, read: Callable[[], Sequence[float]], reference: Reading | None = None) -> None:
         self._read = read
-        self._recent: deque[Reading] = deque(maxlen=WINDOW)  # over the reference
-        reference = reference or ()
-        self._references = [reference[:3], reference[3:]]
+        self._recent: deque[Reading] = deque(maxlen=WINDOW)
+        self._reference = reference
         self._since_s = READ_EVERY_S
         self._pace = 1.0
-        self._readings: tuple[list[Reading], list[Reading]] = [], []
+        self.readings: list[Reading] = []
 
-    def pace_after(self, step_s: float, cold: bool | None = False) -> float:
-        """The pace beside a step that has just ended after `step_s` seconds; `cold` as `is_cold` has it."""
+    def pace_after(self, step_s: float) -> float:
+        """The pace beside a step that has just ended after `step_s` seconds."""
         self._since_s += step_s
-        if cold is None or self._since_s < READ_EVERY_S:
-            return self._pace
-        self._since_s = 0.0
-        found, same = tuple(self._read()), self._readings[cold]
-        same.append(found)
-        if not (cold or self._references[cold]) and len(same) == WINDOW:
-            self._references[cold] = _medians(same)
-        if reference := self._references[cold]:
-            self._recent.append(tuple(now / then for now, then in zip(found, reference, strict=True)))
-            self._pace = fmean(_medians(self._recent))
+        if self._since_s >= READ_EVERY_S:
+            self._since_s = 0.0
+            found = Reading(*self._read())
+            self.readings.append(found)
+            self._recent.append(found)
+            if self._reference is None and len(self.readings) == WINDOW:
+                self._reference = middle(self.readings)
+            if self._reference is not None:
+                self._pace = pace_of(middle(self._recent), self._reference)
         return self._pace
-
-    @property
-    def reading(self) -> Reading | None:
-        """The median of each part over all readings so far; None without one after a small step."""
-        warm, cold = map(_medians, self._readings)
-        return warm + cold if warm else None
-
-
-def _medians(readings: Iterable[Reading]) -> Reading:
-    return tuple(median(part) for part in zip(*readings, strict=True))
 
 
 class MeasuredExecutor(Executor):
@@ -140,11 +128,11 @@ class MeasuredExecutor(Executor):
             "sample_s": times.sample_s,
         }
         attention_s = times.attention_s
-        features = self._meter.single(self._plan, self._result.accepted)
         if self._yardstick is not None:
-            pace = self._yardstick.pace_after(seconds, is_cold(features))
+            pace = self._yardstick.pace_after(seconds)
             seconds, attention_s = seconds / pace, attention_s / pace
             phases = {name: value / pace for name, value in phases.items()} | {"pace": pace}
+        features = self._meter.single(self._plan, self._result.accepted)
         return StepTiming([max(1, to_ns(seconds))], [attention_s], features, phases)
 
 

@@ -92,7 +92,7 @@ def pace_of_runs(runs: Sequence[MeasuredRun]) -> Pace:
 def reference_of(provenance: Mapping[str, Any]) -> Reading | None:
     """The yardstick at the calibration that `provenance` describes; None where it had none."""
     seconds = provenance.get("yardstick_s")
-    return tuple(seconds) if seconds else None
+    return Reading(*seconds) if seconds else None
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from harness.cost.grid import GRID_BLOCK_SIZE as BLOCK_SIZE
 from harness.cost.grid import Grid, GridPoint, grid_of
 from harness.measure.cases import (
     HELD_OUT_SEED,
-    LARGE_PROMPTS,
     LONE_REQUEST,
     SEED,
     Budget,
@@ -61,10 +60,7 @@ def lone_request_s(deployment: Deployment) -> tuple[float, float, Reading | None
         begun = time.perf_counter()
         run = measure(probe_point(deployment, LONE_REQUEST), seed=SEED)
     wall = time.perf_counter() - begun
-    reference = None
-    if run.yardstick_s:
-        large = measure(probe_point(deployment, LARGE_PROMPTS), seed=SEED).yardstick_s or run.yardstick_s
-        reference = run.yardstick_s[:3] + large[3:]
+    reference = Reading(*run.yardstick_s) if run.yardstick_s else None
     return run.log.span_s / LONE_REQUEST.requests, wall / LONE_REQUEST.requests, reference
 
 

@@ -20,7 +20,7 @@ from engine.core.scheduling.commit import RequestStats
 from engine.runtime.models.spec import config_values
 from engine.runtime.options import Audit
 from harness.config.errors import ConfigError
-from harness.measure.executor import FixedDurations, Reading, Yardstick, is_cold
+from harness.measure.executor import FixedDurations, Reading, Yardstick, middle
 from harness.metrics.log import Outcome
 from harness.oracle.check import KEY, DecisionsObserver, NotedLru, OracleError, OracleReport, vllm_version
 from harness.oracle.decisions import Comparison, Step
@@ -93,7 +93,7 @@ def measure_on_vllm(
         live=live,
     )
     log = kept.log(**beside)
-    readings = executor.yardstick.reading if executor.yardstick else None
+    readings = middle(executor.yardstick.readings) if executor.yardstick else None
     compared = OracleReport(
         f"{engine.version} (measured)",
         steps=executor.compared.steps,
@@ -207,12 +207,11 @@ class VllmExecutor(Executor, Observer):
         answer = self._answer
         seconds, policy_s, attention_s = (answer[name] for name in ("seconds", "policy_s", "attention_s"))
         phases = {"policy_s": policy_s, "forward_s": seconds - policy_s}
-        features = self._meter.single(self._plan, {})
         if self.yardstick is not None:
-            pace = self.yardstick.pace_after(seconds, is_cold(features))
+            pace = self.yardstick.pace_after(seconds)
             seconds, attention_s = seconds / pace, attention_s / pace
             phases = {name: value / pace for name, value in phases.items()} | {"pace": pace}
-        return StepTiming([max(1, to_ns(seconds))], [attention_s], features, phases)
+        return StepTiming([max(1, to_ns(seconds))], [attention_s], self._meter.single(self._plan, {}), phases)
 
     def compare(self, arrived: Sequence[Request], ours: Step, told: Mapping[str, Any]) -> None:
         """Our side decided `ours` in the step that vLLM has run. Raises OracleError where vLLM decided otherwise."""

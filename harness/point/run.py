@@ -35,6 +35,7 @@ from harness.workload.simulate import check_compiled, predict
 from harness.workload.trace import reshaped_trace
 
 if TYPE_CHECKING:
+    from harness.measure.executor import Reading
     from harness.measure.pace import Pace
     from harness.replay.recorder import MeasuredRun
 
@@ -155,7 +156,7 @@ class PointSession:
     """
 
     repeated: set[str] = field(default_factory=set)
-    reference: tuple[float, ...] | None = None
+    reference: "Reading | None" = None
     check_point = staticmethod(check_point)
     point_identity = staticmethod(point_identity)
 
@@ -244,6 +245,7 @@ def _measure(
     warm-up, of the start that took the first run.
     """
     from harness.measure.engine import measure, warm_up
+    from harness.measure.executor import Reading
     from harness.measure.pace import pace_of, pace_of_runs, probe_s, reference_of
     from harness.point.kept_runs import KeptRun, keep_run, read_runs
 
@@ -253,7 +255,7 @@ def _measure(
     kept = read_runs(folder)[:repeats] if folder else []
     if kept and calibrated not in (None, kept[0].reference):
         kept = []  # they were taken before another calibration
-    earlier, known = len(kept), kept[0].reference if kept else None
+    earlier, known = len(kept), Reading(*kept[0].reference) if kept and kept[0].reference else None
     warm = warm_up(point) if earlier < repeats else None
     if warm and not calibrated:
         session.reference = session.reference or known or warm

@@ -37,6 +37,7 @@ from harness.measure.cases import (
     held_out_point,
 )
 from harness.measure.engine import measure
+from harness.measure.executor import Reading
 from harness.measure.pace import PROBE, off_pace, stability_of
 from harness.measure.passes import Passes
 from harness.metrics.log import Outcome
@@ -322,7 +323,7 @@ def test_with_a_yardstick_all_passes_but_the_first_are_fitted(
         0.05,
         lambda name: None,
         Budget(None),
-        (1.0, 1.0, 1.0),
+        Reading(1.0, 1.0, 1.0),
     )
     found = passes.measure()
     kept = [[run.log.steps["seconds"][0] for run in entry.runs] for entry in found]

@@ -5,7 +5,7 @@ from itertools import count, repeat
 
 import pytest
 
-from engine.core.plan import Row, StepPlan, StepResult
+from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import StepTimes
 from harness.measure.executor import (
     READ_EVERY_S,
@@ -13,12 +13,13 @@ from harness.measure.executor import (
     MeasuredExecutor,
     Reading,
     Yardstick,
-    is_cold,
+    middle,
+    pace_of,
 )
 from harness.measure.yardstick import FixedWork
 from harness.replay.features import FeatureMeter
 
-ALIKE = (1e-4, 1e-4, 1e-4)
+ALIKE = Reading(1e-4, 1e-4, 1e-4)
 READ = READ_EVERY_S  # a step after which the yardstick is read
 
 
@@ -29,7 +30,7 @@ class Work:
         self._slowness = slowness
 
     def __call__(self) -> Reading:
-        return tuple(1e-4 * next(self._slowness) for _ in range(3))
+        return Reading(*(1e-4 * next(self._slowness) for _ in range(3)))
 
 
 def readings(*slowness: float) -> Iterator[float]:
@@ -48,7 +49,7 @@ def test_a_core_at_half_its_speed_has_pace_two() -> None:
 
 
 def test_parts_that_are_slowed_down_differently_count_alike() -> None:
-    assert Yardstick(lambda: (1e-4, 2e-4, 1e-4), ALIKE).pace_after(READ) == pytest.approx(4 / 3)
+    assert pace_of(Reading(1e-4, 2e-4, 1e-4), ALIKE) == pytest.approx(4 / 3)
 
 
 def test_without_a_reference_the_pace_is_relative_to_the_first_readings() -> None:
@@ -77,37 +78,14 @@ def test_the_pace_follows_a_lasting_change_within_its_window() -> None:
 
 
 def test_short_steps_share_a_reading() -> None:
-    taken = count(1)
-    yardstick = Yardstick(lambda: (1e-4 * next(taken),) * 3, ALIKE)
-    paces = [yardstick.pace_after(READ / 5) for _ in range(11)]
-    assert paces == pytest.approx(
-        [1.0] * 5 + [1.5] * 5 + [2.0]
-    )  # after the first step, and after 5 more each
+    yardstick = Yardstick(Work(repeat(1.0)), ALIKE)
+    for _ in range(11):
+        yardstick.pace_after(READ / 5)
+    assert len(yardstick.readings) == 3  # after the first step, and after 5 more each
 
 
 def test_the_reading_of_a_run_is_the_median_of_each_part() -> None:
-    found = iter([(1.0, 5.0, 9.0), (2.0, 4.0, 7.0), (30.0, 6.0, 8.0), (90.0, 91.0, 92.0)])
-    yardstick = Yardstick(lambda: next(found))
-    for cold in (False, False, False, True):
-        yardstick.pace_after(READ, cold)
-    assert yardstick.reading == (2, 5, 8, 90, 91, 92)
-
-
-def test_cold_caches_after_a_large_prefill_are_no_pace() -> None:
-    """The yardstick takes 1.8 times as long right after one, then 1.4 times for a while, as on a quiet machine."""
-    cold = ALIKE + tuple(1.8 * part for part in ALIKE)
-    for reference in (cold, ALIKE):
-        slow = iter([1.0, 1.8, 1.0] * 9)
-        yardstick = Yardstick(lambda slow=slow: (1e-4 * next(slow),) * 3, reference)  # type: ignore[misc]
-        paces = [yardstick.pace_after(READ, state) for state in (False, True, None, None, False) * 9]
-        assert paces == pytest.approx([1.0] * len(paces))
-
-
-def test_a_step_is_cold_after_many_tokens_and_unread_until_caches_are_warm() -> None:
-    meter = FeatureMeter({}, 16)
-    large, small = (StepPlan(0, [Row(0, 0, 0, tokens, True, range(40), 0)]) for tokens in (300, 1))
-    states = [is_cold(meter.single(plan, {})) for plan in (small, large, *[small] * 7)]
-    assert states == [False, True, *[None] * 5, False, False]
+    assert middle([Reading(1, 5, 9), Reading(2, 4, 7), Reading(30, 6, 8)]) == Reading(2, 5, 8)
 
 
 class Still:
