@@ -164,13 +164,13 @@ class PointSession:
         return _session_of_process, ()
 
     def run_point(self, config: RunConfig, *, progress: Progress | None = None) -> PointResult:
-        """`run_point` in this session."""
+        """`run_point` with what this object keeps."""
         return run_point(config, progress=progress, session=self)
 
     def point_stages(
         self, config: RunConfig, *, progress: Progress | None = None, kept: Path | None = None
     ) -> Stages:
-        """`point_stages` in this session."""
+        """`point_stages` with what this object keeps."""
         return point_stages(config, progress=progress, session=self, kept=kept)
 
 
