@@ -153,7 +153,9 @@ def load_calibration(deployment: Deployment) -> FittedCost:
             hull={name: (float(low), float(high)) for name, (low, high) in document["hull"].items()},
             validation=document["validation"],
         )
-        if not np.isfinite(source.spread or 0.0):
+        errors = [one["tpot_mean"]["error"] for one in source.validation.values() if "tpot_mean" in one]
+        repeats = float(source.provenance.get("repeatability", 0.0))
+        if not np.isfinite([repeats, *errors]).all() or min(errors, default=0.0) <= -1:
             raise ValueError("the repeatability, or an error on held-out workloads, is no number")
     except FileNotFoundError as error:
         reason = f"this device is not calibrated for {deployment.model.name}"

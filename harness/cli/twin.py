@@ -251,7 +251,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     write_device(fit, log, found, command_of("calibrate", arguments), path)
     say(f"{fit.device.name}, {found.config.model.name}: fitted to the {fit.which}")
     say(f"  with {fit.simulations} simulations, {fit.cpu_s:.0f} s of CPU")
-    say(f"error on the other {fit.held_out.requests}, which the fit never saw: {fit.held_out}")
+    say(f"error on {fit.others_are}: {fit.held_out}")
     say(f"  before the fit: {fit.before}")
     for one in fit.constants:
         say(f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({one.how})")

@@ -504,7 +504,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (Range(0, _SECONDS, open_low=True), "replay.duration_s"),
     (Range(0, 1e6, open_low=True), "decoding.temperature"),
     (_MICROSECONDS, "device.step_overhead_us device.layer_overhead_us device.attention_overhead_us"),
-    (_MICROSECONDS, "device.row_overhead_us device.link_latency_us device.host_link_latency_us"),
+    (_MICROSECONDS, "device.row_overhead_us device.link_round_us device.host_link_latency_us"),
     (_MICROSECONDS, "device.disk_latency_us"),
     (_FIGURE, "device.disk_read_gbs device.disk_write_gbs"),
     (_MICROSECONDS, "device.frontend_request_us device.frontend_token_us device.frontend_turn_us"),

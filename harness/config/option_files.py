@@ -111,13 +111,15 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
     """Set the group's section of `tree` to what the file says.
 
     Raises:
-        ConfigError: the file cannot be read, is no flat mapping, or has an unknown, repeated, missing or wrong key;
-            names the file, the line and the key.
+        ConfigError: the file cannot be read, is no flat mapping, or has an unknown, repeated, missing or wrong key, or
+            one that meant something else; names the file, the line and the key.
     """
     file = Path(named).expanduser()
-    found = {}
-    for name, (value, line) in _entries(file, group):
-        key, value = renamed(f"{group}.{name}", value)
+    found, entries = {}, dict(_entries(file, group))
+    if entries.get("tensor_parallel", (0, 0))[0] == 1:
+        entries.pop("link_latency_us", None)  # of a fit to one device, which taught it nothing of links
+    for name, (value, line) in entries.items():
+        key, value = renamed(f"{group}.{name}", value, f"{file}:{line}: ")
         found[key.partition(".")[2]] = value, line
     section = tree[group]
     base = found.pop(BASE, None)

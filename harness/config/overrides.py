@@ -174,18 +174,30 @@ _FORMER = {
     "cache.keep_s": "cache.ttl_s",
     "cache.keep_tokens": "cache.pinned_tokens",
 }
+# Former keys whose values mean something else today, so that they are not taken over.
+_CHANGED = {
+    "device.link_latency_us": "was the time of a whole all-reduce; device.link_round_us is that of one of its rounds, "
+    "of which there are up to two. Was it fitted? Then fit the log again with calibrate --from-log. Else give the time "
+    "of a round as device.link_round_us, or leave it to the device's preset"
+}
 _FORMER_RULES = {"recent": Eviction.lru, "pin": Eviction.pinned, "null": Eviction.lru, None: Eviction.lru}
 
 
-def renamed(key: str, value: Any) -> tuple[str, Any]:
-    """The key and the value of today for those of an older file: `cache.keep` had rules that `cache.eviction` has."""
+def renamed(key: str, value: Any, place: str = "") -> tuple[str, Any]:
+    """The key and the value of today for those of an older file: `cache.keep` had rules that `cache.eviction` has.
+
+    Raises:
+        ConfigError: the key's value means something else today; names `place`, where the key stands.
+    """
+    if key in _CHANGED:
+        raise ConfigError(key, f"{place}{_CHANGED[key]}")
     key = _FORMER.get(key, key)
     return key, _FORMER_RULES.get(value, value) if key == _EVICTION else value
 
 
 def _renamed(text: str) -> str:
     key, sign, value = text.partition("=")
-    if key not in (*_FORMER, _EVICTION):
+    if key not in (*_FORMER, *_CHANGED, _EVICTION):
         return text
     return f"{renamed(key, '')[0]}{sign}{','.join(str(renamed(key, word)[1]) for word in value.split(','))}"
 

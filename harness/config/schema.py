@@ -373,7 +373,7 @@ class DeviceConfig:
     expert_parallel: bool = False  # whole experts on each of them, instead of a slice of every expert
     link_gbs: float = 300.0  # tensor_parallel > 1: 10^9 bytes per second that a device sends to the others
     link_efficiency: float = 1.0  # share of link_gbs that an all-reduce reaches
-    link_latency_us: float = 5.0  # of each round of an all-reduce, beside its bytes
+    link_round_us: float = 5.0  # of each round of an all-reduce, beside its bytes
     host_link_gbs: float = 10.0  # 10^9 bytes/s one way between a device and its host, for swapped blocks
     host_link_latency_us: float = 0.2  # of one transfer, beside its bytes; a swapped block has 2 x layers
     # 10^9 bytes/s from the disk of cache.disk_tokens, beside the link to the device

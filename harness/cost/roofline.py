@@ -372,7 +372,7 @@ def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
         "tensor_parallel": device.parallel,
         "link_gbs": device.link_bandwidth / 1e9,
         "link_efficiency": device.link_efficiency,
-        "link_latency_us": device.link_latency_s * 1e6,
+        "link_round_us": device.link_latency_s * 1e6,
         "host_link_gbs": device.host_bandwidth / 1e9,
         "host_link_latency_us": device.host_latency_s * 1e6,
     }
@@ -454,7 +454,7 @@ ASSUMED: Mapping[str, tuple[float, float]] = {
     "attention_overhead_us": (8.0, 16.0),
     "row_overhead_us": (0.07, 0.25),
     "link_efficiency": (0.06, 0.4),
-    "link_latency_us": (4.0, 16.0),
+    "link_round_us": (4.0, 16.0),
 }
 """Keys of `device` that no datasheet gives, with the range in which they lie for GPUs from Ampere to Blackwell.
 
@@ -484,7 +484,7 @@ ATTENTION_ERROR = {
 FRONT_END = ("frontend_request_us", "frontend_token_us", "frontend_turn_us")
 """What a server takes before the scheduler's queue. No description of a device knows it; a log of a client shows it."""
 
-_FROM_ELSEWHERE = ("attention_overhead_us", "link_efficiency", "link_latency_us")
+_FROM_ELSEWHERE = ("attention_overhead_us", "link_efficiency", "link_round_us")
 FITTED = (*(name for name in ASSUMED if name not in _FROM_ELSEWHERE), *FRONT_END)
 """The keys that a fit to the log of one device moves (`harness.twin.fit.CONSTANTS`)."""
 
@@ -502,7 +502,7 @@ def origins(device: DeviceConfig) -> dict[str, str]:
         known |= dict.fromkeys(FITTED, f"fitted to {device.fitted_from}")
         if device.tensor_parallel > 1:
             link = f"fitted to {device.fitted_from} if its engine had several devices, else as in its description"
-            known |= dict.fromkeys(("link_efficiency", "link_latency_us"), link)
+            known |= dict.fromkeys(("link_efficiency", "link_round_us"), link)
     return known
 
 

@@ -1,8 +1,8 @@
 """The band of a predicted figure: nine of ten measured values should lie in it.
 
-`bands_of` gives one for any point, whatever of its deployment was changed: a what-if, a step of a search, a sweep. The
-point is simulated again with other constants that its device may have, each time with other steps by chance, and the
-figures' spread is the band. Where the constants may lie is known from
+A point is simulated again with other constants that its device may have (`possible`), each time with other steps by
+chance, and the figures' spread is the band (`bands`), whatever of its deployment was changed: `harness.twin.what_ifs`
+asks for it, and `harness.capacity` for the ends of the constants alone. Where they may lie is known from
 
 * the log that the device was fitted to: fits to other draws of its requests (`device.fits`), and what no constants
   explain of it, by parts of its time (`device.step_spread`, `device.ttft_spread`). Outside of what that log has shown
@@ -11,8 +11,7 @@ figures' spread is the band. Where the constants may lie is known from
   by 2 % of a step for each doubling. `unseen` says what it is. Or else
 * the ranges of what a device's description assumes (`harness.cost.roofline.ASSUMED`).
 
-Seconds of a calibration have the error that it found on workloads held out and its own repeatability
-(`CostSource.spread`) instead of other constants. Seconds of tables alone have no band.
+Seconds of tables alone, and of a calibration, have no band: a calibration states its errors and its repeatability.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,17 +25,13 @@ from scipy import stats
 from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, DeviceConfig, EngineDevice
-from harness.cost.fitted import FittedCost
 from harness.cost.roofline import ASSUMED, ASSUMED_FRONT_END
 from harness.cost.seen import NOT_KEPT, seen_of
-from harness.cost.table import TableCost
 from harness.metrics.log import Column, FloatArray
 from harness.point.cost import cost_model, resolve_cost_kind
-from harness.replay.cost_model import PacedCost
 from harness.replay.features import FeatureMeter
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
-from harness.workload.simulate import predict
 from traces.trace import Trace
 
 DRAWS = 12
@@ -50,8 +45,9 @@ _DESCRIBED = 0.05  # the same where no log of the device was fitted: steps of an
 # 4 to 64, in public ramps of two models on an A10G (0.6 to 3 % a doubling).
 PER_DOUBLING = 0.02
 _JITTER_S = 0.01  # how far an arrival may lie from where it was: about a step, by which chance decides
+_SAME_STEP = 0.001  # of a step's price: a file keeps six digits of its constants
 _STEP_TIMES = (
-    *("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us", "link_latency_us"),
+    *("step_overhead_us", "layer_overhead_us", "attention_overhead_us", "row_overhead_us", "link_round_us"),
 )
 _STEP_FACTORS = ("tables_attention", "tables_dense")  # of published timings
 _STEP_RATES = ("bandwidth_gbs", "tflops", "link_gbs")
@@ -83,30 +79,6 @@ class Band:
         return self.low / value - 1, self.high / value - 1
 
 
-def bands_of(
-    point: Point, metrics: Mapping[str, float], steps: Mapping[str, Column] | None = None
-) -> dict[str, Band]:
-    """The band of each of a prediction's metrics (`harness.metrics.METRICS`, in their units) that is above 0.
-
-    `metrics` are those of the point itself, which is simulated `DRAWS` times more; with its `steps` the band is wider
-    where they are larger than the fit of the device has seen (`unseen` says so in words). Empty where nothing is known
-    of how far the device's constants, or its calibration, may be wrong.
-
-    Raises:
-        ConfigError: `device.fits` or `device.seen` cannot be read.
-    """
-    cost = cost_model(point.deployment)
-    spread = cost.source.spread if isinstance(cost, FittedCost | TableCost) else None
-    if spread is None:
-        others = [(one, cost_model(one.deployment)) for one in possible(point, beyond(point, steps))]
-    else:
-        chances = np.exp(spread * stats.norm.ppf((np.arange(DRAWS) + 0.5) / DRAWS))
-        traces = [point.of_trace(jittered(point.trace, number)) for number in range(DRAWS)]
-        others = [(one, PacedCost(cost, float(chance))) for one, chance in zip(traces, chances, strict=True)]
-    drawn = [predict(one, price, rows=False).metrics for one, price in others]
-    return bands(metrics, drawn, point.deployment.device)
-
-
 def unseen(point: Point, steps: Mapping[str, Column] | None = None) -> str:
     """What of a point the fit of its device has not seen, in sentences; with its simulated `steps` also of its load.
 
@@ -118,6 +90,13 @@ def unseen(point: Point, steps: Mapping[str, Column] | None = None) -> str:
     known = seen_of(deployment.device.seen)
     said = known.new_model(deployment.shape, deployment.device.tensor_parallel)
     load = known.new_load(steps, longest_request(point.trace)) if steps is not None else ""
+    rows, context, before_s = known.step
+    now_s = before_s if said else decode_step_s(deployment, rows, context)
+    if abs(now_s / before_s - 1) > _SAME_STEP:
+        said = (
+            f"a typical step of the fit's log takes {1e3 * now_s:.3g} ms here and took {1e3 * before_s:.3g} ms when it "
+            "was fitted: a constant was changed, or steps are priced in another form than the fit's"
+        )
     return "; ".join(filter(None, (said, load)))
 
 

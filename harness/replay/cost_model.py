@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import hypot, log1p
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -42,21 +41,6 @@ class CostSource:
     draft_acceptance: float | None = None
     hull: dict[str, tuple[float, float]] = field(default_factory=dict)
     validation: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
-
-    @property
-    def spread(self) -> float | None:
-        """Of a calibration, the standard deviation of the logarithm of the level of all steps.
-
-        It is what whole workloads held out are off by, and what the calibration's own repeats differ by; None without
-        both.
-        """
-        repeats = self.provenance.get("repeatability")
-        errors = [
-            log1p(found["tpot_mean"]["error"]) for found in self.validation.values() if "tpot_mean" in found
-        ]
-        if repeats is None or not errors:
-            return None
-        return hypot(float(repeats), (sum(error**2 for error in errors) / len(errors)) ** 0.5)
 
 
 class CostModel(Protocol):

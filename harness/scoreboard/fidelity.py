@@ -186,7 +186,7 @@ def _fitted(log: EngineLog, read: Configured) -> Row:
         return {"fit": "a first part", "not priced": str(error).partition(";")[0]}
     how = "" if taken is log else ", with cached prompts or pauses of the client that it found"
     how += "" if fit.kept else ", of the description, which predicts them better than the fit does"
-    return {"fit": f"{fit.which}; errors of the others{how}"} | _errors(fit.held_out)
+    return {"fit": f"{fit.which}; errors of half of the others{how}"} | _errors(fit.held_out)
 
 
 def _errors(errors: Errors) -> Row:

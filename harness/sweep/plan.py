@@ -45,6 +45,7 @@ from harness.config.overrides import (
     of_a_file,
     parse_overrides,
     quoted,
+    renamed,
 )
 from harness.config.paths import check_paths
 from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
@@ -296,6 +297,8 @@ def _section_overrides(file: Path, section: str, part: Any) -> Iterator[str]:
     values = {BASE: part} if isinstance(part, str) else part
     if not isinstance(values, dict):
         raise ConfigError(DEPLOYMENT, f"{file}: {section} must be 'key: value' lines, or name an option")
+    for key, value in values.items():
+        renamed(f"{section}.{key}", value, f"{file}: ")  # refused before it is named as missing
     if not values.keys() & {BASE, "path"} and section in _WHOLE:
         keys = [key.partition(".")[2] for key in config_keys() if key.startswith(f"{section}.")]
         if missing := [key for key in keys if key not in values and key != "path"]:

@@ -74,9 +74,10 @@ class Fit:
     constants: tuple[FittedConstant, ...]
     fitted_on: IntArray  # places of the requests that were fitted, in order of their entry
     requests: int
-    before: Errors  # on the held-out part, with the description's constants
+    others: IntArray  # places of the requests that neither the fit nor the choice of its result has seen
+    before: Errors  # on these, with the description's constants
     fitted: Errors  # on the part that was fitted
-    held_out: Errors
+    held_out: Errors  # on the others
     simulations: int
     cpu_s: float
     prediction: PredictedRun
@@ -90,9 +91,10 @@ class Fit:
         return which(self.fitted_on, self.requests)
 
     @property
-    def others(self) -> IntArray:
-        """Places of the requests that the fit has not seen."""
-        return not_in(self.fitted_on, self.requests)
+    def others_are(self) -> str:
+        """The requests of `held_out` in words, and what became of the rest."""
+        chose = self.requests - len(self.fitted_on) - len(self.others)
+        return f"{len(self.others)} others (by {chose} more the fit was preferred to the description, or not)"
 
 
 _WINDOWS = 8
@@ -129,6 +131,15 @@ def not_in(chosen: IntArray, requests: int) -> IntArray:
     return np.setdiff1d(np.arange(requests), chosen)
 
 
+def parts_of_others(chosen: IntArray, requests: int) -> tuple[IntArray, IntArray]:
+    """The places that a fit to `chosen` leaves, in windows by turns: to choose its result by, and to state errors of.
+
+    Errors of requests by which the better of two predictions was chosen are too small: they are never stated.
+    """
+    windows = np.array_split(not_in(chosen, requests), _WINDOWS)
+    return np.concatenate(windows[::2]), np.concatenate(windows[1::2])
+
+
 def which(chosen: IntArray, requests: int) -> str:
     """The requests at these places, in words."""
     windows = 1 + int((np.diff(chosen) > 1).sum())
@@ -140,7 +151,7 @@ def which(chosen: IntArray, requests: int) -> str:
 def fit_device(
     log: EngineLog, config: RunConfig, *, first: int | None = None, progress: Progress | None = None
 ) -> Fit:
-    """Fit the constants of `config.device` to a part of the log's requests, and judge them on the others.
+    """Fit the constants of `config.device` to a part of the log's requests, and judge them on `parts_of_others`.
 
     `first` is how many requests are fitted, in order of their entry; None takes those of `requests_to_fit`. Of other
     requests the fit sees arrivals and lengths, while the fitted are running, and no time. The result is deterministic.
@@ -152,8 +163,8 @@ def fit_device(
     began = time.process_time()
     count = len(log.requests)
     chosen = requests_to_fit(log) if first is None else np.arange(first)
-    if not 1 <= len(chosen) < count:
-        reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave some for the test"
+    if not 1 <= len(chosen) < count - 1:
+        reason = f"the fit takes {first} of {count} requests, must be at least 1 and leave two for the test"
         raise UserError(reason)
     steps = steps_to_fit(log, config, chosen)
     regression = StepResiduals(steps, config, progress) if steps is not None else None
@@ -183,9 +194,8 @@ def fit_device(
     device = replace(device, seen=_seen(config, device, log, after, chosen))
     if regression is not None:
         device = replace(device, ttft_spread=_of_quarters(after, log, chosen))
-    rest = not_in(chosen, count)
-    held_out = errors_of(after, log, rest)
-    kept = not held_out.worst > max(1.0, errors_of(before, log, rest).worst)
+    choosing, rest = parts_of_others(chosen, count)
+    kept = not errors_of(after, log, choosing).worst > max(1.0, errors_of(before, log, choosing).worst)
     if not kept:
         device, after = config.device, whole(config.device)
     return Fit(
@@ -193,6 +203,7 @@ def fit_device(
         _described(problem, place),
         chosen,
         count,
+        rest,
         errors_of(before, log, rest),
         errors_of(after, log, chosen),
         errors_of(after, log, rest),
@@ -475,7 +486,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str, trus
         f"# Log: {log.name} ({', '.join(log.sources)}), {engine}, model {settings.model or 'not named'}.",
         f"# {log.client}",
         f"# Digest of its requests: {log.workload.digest[:16]}",
-        f"# Fitted on the {fit.which}. Errors on the others:",
+        f"# Fitted on the {fit.which}. Errors on {fit.others_are}:",
         f"#   {fit.held_out}",
         *(f"#   {line}" for line in trust),
         f"#   with the constants of the description, before the fit: {fit.before}",

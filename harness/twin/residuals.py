@@ -73,7 +73,7 @@ TABLE_CONSTANTS = (
 # Only a log of several devices says anything about their link.
 LINK_CONSTANTS = (
     Constant("link_efficiency", 0.5, 0.02, 1.0, 0.3),
-    Constant("link_latency_us", 0.7, 1.0, 500.0, 5.0),
+    Constant("link_round_us", 0.7, 1.0, 500.0, 5.0),
 )
 
 # Only a log of clients, whose requests come before the server's front end, says anything about that. A client that is

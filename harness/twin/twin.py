@@ -34,7 +34,7 @@ class Twin:
 
     @property
     def errors(self) -> Errors:
-        """On the requests that the fit had not seen; without a fit on all."""
+        """On the requests that had no part in the fit; without a fit on all."""
         if self.fit is not None:
             return self.fit.held_out
         return errors_of(self.prediction, self.log, slice(0, None))
@@ -90,7 +90,7 @@ class Twin:
 def verdict(twin: Twin) -> str:
     """The answer in one sentence, after what makes it doubtful from the start."""
     errors = twin.errors
-    which = "requests that the fit had not seen"
+    which = "requests that had no part in the fit"
     if twin.fit is None:
         which = f"requests, with {constants_of(twin)}"
     elif not twin.fit.kept:

@@ -420,7 +420,7 @@ def _device_shape(deployment: Deployment) -> DeviceShape:
         layer_overhead_s=device.layer_overhead_us * 1e-6,
         parallel=device.tensor_parallel,
         link_bandwidth=device.link_gbs * 1e9,
-        link_latency_s=device.link_latency_us * 1e-6,
+        link_latency_s=device.link_round_us * 1e-6,
         host_bandwidth=device.host_link_gbs * 1e9,
         host_latency_s=device.host_link_latency_us * 1e-6,
         attention_overhead_s=device.attention_overhead_us * 1e-6,

@@ -9,6 +9,7 @@ from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
+from harness.sweep.plan import run_request
 
 CARD = "name: mine\nmemory_gb: 25.25\nbandwidth_gbs: 1008\ntflops: 165.2\n"
 
@@ -134,3 +135,25 @@ def test_what_differs_from_a_preset_does_not_go_by_its_name(tmp_path: Path) -> N
     )
     kept = written(tmp_path, "base: h100\nname: h100\nstep_overhead_us: 300\n")
     assert composed(f"device={kept}").device.name == "h100"
+
+
+@pytest.mark.parametrize("devices", ["", "tensor_parallel: 4\n"])
+def test_a_file_whose_link_constant_meant_something_else_is_refused_and_says_what_to_do(
+    tmp_path: Path, devices: str
+) -> None:
+    file = written(tmp_path, f"{CARD}{devices}fitted_from: my log\nlink_latency_us: 12.5\n")
+    with pytest.raises(
+        ConfigError, match=r"device.link_latency_us: .*mine.yaml:\d: was the time .* fit the log again"
+    ):
+        composed(f"device={file}")
+    with pytest.raises(UserError, match="give the time of a round as"):
+        composed("device=h100", "device.tensor_parallel=4", "device.link_latency_us=12.5")
+    whole = tmp_path / "deployment.yaml"
+    whole.write_text("device:\n  base: h100\n  link_latency_us: 12.5\n")
+    with pytest.raises(ConfigError, match=r"device.link_latency_us: .*deployment.yaml: was the time"):
+        run_request([f"deployment={whole}"])
+
+
+def test_the_link_constant_of_a_fit_to_one_device_is_left_out(tmp_path: Path) -> None:
+    file = written(tmp_path, f"{CARD}tensor_parallel: 1\nlink_latency_us: 12.5\n")
+    assert composed(f"device={file}").device.link_round_us == RunConfig().device.link_round_us

@@ -14,7 +14,7 @@ from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.cost.seen import LARGEST, seen, seen_of
-from harness.point.bands import bands_of, decode_step_s, fits_text, unseen
+from harness.point.bands import bands, beyond, decode_step_s, fits_text, possible, unseen
 from harness.point.cost import check_cost, cost_model
 from harness.point.record import PointRecord
 from harness.point.run import run_point
@@ -69,7 +69,8 @@ def simulated(one: Point) -> tuple[Mapping[str, float], Mapping[str, np.ndarray]
 def shares(one: Point) -> tuple[float, float]:
     """The band of TPOT as shares of it."""
     metrics, rows = simulated(one)
-    return bands_of(one, metrics, rows)["tpot_p50"].shares(metrics["tpot_p50"])
+    drawn = [simulated(other)[0] for other in possible(one, beyond(one, rows))]
+    return bands(metrics, drawn, one.deployment.device)["tpot_p50"].shares(metrics["tpot_p50"])
 
 
 def test_what_a_fit_has_seen_is_read_as_it_was_written() -> None:
@@ -90,6 +91,13 @@ def test_the_model_and_the_load_of_the_fit_need_no_words_and_no_wider_band() -> 
     one = point("model=llama31_8b", device=fitted(**WIDE))
     assert unseen(one, simulated(one)[1]) == ""
     assert shares(one)[1] < 0.05
+
+
+def test_a_fit_whose_steps_are_priced_otherwise_than_when_it_was_made_is_said() -> None:
+    known = seen_of(fitted(**WIDE).seen or "")
+    rows, context, seconds = known.step
+    older = replace(fitted(**WIDE), seen=str(replace(known, step=(rows, context, 0.9 * seconds))))
+    assert "priced in another form than the fit's" in unseen(point("model=llama31_8b", device=older))
 
 
 def planted_band(words: Sequence[str]) -> tuple[float, float, float]:

@@ -3,18 +3,15 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import DeviceConfig
-from harness.cost.fitted import ATTENTION, REST, FittedCost, spread_of_repeats
-from harness.point.bands import Band, bands, bands_of, fits_of, fits_text, jittered, possible_devices
+from harness.cost.fitted import spread_of_repeats
+from harness.point.bands import Band, bands, fits_of, fits_text, jittered, possible, possible_devices
 from harness.point.cost import cost_model
-from harness.replay.cost_model import CostSource
-from harness.replay.features import AT
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import predict
 
@@ -37,8 +34,10 @@ def width(device: DeviceConfig) -> float:
     """How far above the value the band of TPOT reaches, as a share of it."""
     served = point("device=h100")
     served = replace(served, deployment=replace(served.deployment, device=device))
-    metrics = predict(served, cost_model(served.deployment), rows=False).metrics
-    return bands_of(served, metrics)["tpot_p50"].shares(metrics["tpot_p50"])[1]
+    metrics, *drawn = (
+        predict(one, cost_model(one.deployment), rows=False).metrics for one in (served, *possible(served))
+    )
+    return bands(metrics, drawn, device)["tpot_p50"].shares(metrics["tpot_p50"])[1]
 
 
 def test_a_description_has_a_band_from_the_ranges_of_what_it_assumes() -> None:
@@ -70,22 +69,6 @@ def test_prices_that_do_not_follow_the_constants_have_no_band() -> None:
     assert possible_devices(point("device=cpu", "cache.pool_blocks=2000").deployment) == []
     unknown = replace(point("device=h100").deployment.device, fitted_from="a log, before bands were kept")
     assert possible_devices(replace(point("device=h100").deployment, device=unknown)) == []
-
-
-@pytest.mark.parametrize(("repeats", "reach"), [(0.0, 0.02), (0.03, 0.055)])
-def test_the_band_of_a_calibration_holds_what_its_repeats_differ_by(
-    monkeypatch: pytest.MonkeyPatch, repeats: float, reach: float
-) -> None:
-    served = point("device=cpu", "cache.pool_blocks=2000")
-    rest = np.zeros(len(REST))
-    rest[REST.index(AT.step)] = 1e-3
-    held_out = {"a workload": {"tpot_mean": {"error": 0.01}}}
-    source = CostSource("fitted", "a model", "", {"repeatability": repeats}, validation=held_out)
-    cost = FittedCost(np.zeros(len(ATTENTION)), rest, source)
-    monkeypatch.setattr("harness.point.bands.cost_model", lambda _: cost)
-    metrics = predict(served, cost, rows=False).metrics
-    found = bands_of(served, metrics)["tpot_mean"].shares(metrics["tpot_mean"])[1]
-    assert found == pytest.approx(reach, rel=0.25)
 
 
 def test_few_repeats_say_less_of_the_next_one_than_many() -> None:
