@@ -60,7 +60,8 @@ class TimedAttention:
 
     def provider(self, row: Mapping[str, Any]) -> str:
         """The provider that the engine uses for a row."""
-        return NATIVE if self.native and _serves(row) else OURS
+        served = row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0  # paged_kernels.backends
+        return NATIVE if self.native and served else OURS
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,6 @@ def kernel_shapes(asked: TimedAttention) -> KernelShapes:
         raise KernelTableError(KEY, f"{lacks}. {_existing(plain)}. {_advice(wanted, size)}")
     decode = tuple(_shape(row, row["batch"], row["median_us"]) for row in mine if row["queries"] == 1)
     return KernelShapes(run, wanted, size, decode, tuple(_chunks(mine)))
-
-
-def _serves(row: Mapping[str, Any]) -> bool:
-    """Whether C computes the row; see `unserved_by_native` in `paged_kernels.backends`."""
-    from paged_kernels.native import bf16_unit
-
-    if row["queries"] > 1 and row["dtype"] == "bf16":
-        return row["head_dim"] % 32 == 0 and bool(bf16_unit())
-    return row["dtype"] in ("fp32", "bf16") and row["head_dim"] % 16 == 0
 
 
 def read_kernels(named: str) -> KernelRun:

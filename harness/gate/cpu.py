@@ -4,7 +4,7 @@ The baseline holds the accepted sources: the C kernels of decode and prefill, an
 timed with a softcap, since the engine leaves such layers to it; plain float32 layers run in C. The gate compiles and
 loads the accepted sources beside today's, and times both in turns in one process. So a faster, slower or busier
 machine changes both alike, and the ratio of unchanged code is 1 on every machine. Every figure is a CPU figure; none
-says anything about a GPU. The prefill in bfloat16 is not timed: it needs avx512_bf16, which few machines have.
+says anything about a GPU. The prefill in bfloat16 is not timed.
 """
 
 import ctypes
@@ -147,7 +147,7 @@ def _native_prefill(library: ctypes.CDLL, data: CpuInputs) -> Work:
     run = _c_function(library, "prefill_f32", 4, 10)
     q, table = data.q[:QUERIES].contiguous(), data.table[0].contiguous()
     out = torch.empty(QUERIES, HEADS, DIM)
-    scratch = torch.empty(prefill_scratch(torch.float32, DIM, DIM, CONTEXT))
+    scratch = torch.empty(prefill_scratch("prefill_f32", DIM, DIM, CONTEXT))
     pointers = [tensor.data_ptr() for tensor in (q, data.keys, data.values, table)]
     shape = (QUERIES, CONTEXT, 0, HEADS, BLOCK, HEADS, KV_HEADS, DIM, DIM, 0)
 

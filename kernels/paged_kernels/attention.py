@@ -259,7 +259,7 @@ def _dispatch(
     q, dv = batch.q, batch.value_cache.shape[-1]
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
     checks.check_outputs(q, dv, out, lse)
-    demand = Demand.of(q, batch.key_cache, batch.value_cache, scoring)._replace(chunk=batch.max_seqlen_q > 1)
+    demand = Demand.of(q, batch.key_cache, batch.value_cache, scoring)
     if lse is not None:
         demand = demand._replace(options=(*demand.options, "LSE"))
     chosen = choose_backend(backend, q.device, demand).backend

@@ -19,7 +19,7 @@ PREFILL_KERNELS = ("auto", "plain", "hopper")  # "hopper" has never run on a GPU
 HOPPER = (9, 0)  # its compute capability, the only one with the matrix instructions of that kernel (wgmma)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
-LANES, DEPTH = 16, 32  # numbers of a vector of the C kernels; of a tile of prefill in bfloat16
+LANES = 16  # numbers of a vector of the C kernels, at most
 FP8_CAPABILITY = (8, 9)  # the first architecture with instructions that widen 8-bit floats
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ class Demand(NamedTuple):
     paired: bool = True  # caches that can be read in pairs of 8-bit numbers: even widths and strides
     divisor: int = 0  # of both widths, the largest; 0: `head_dim`
     contiguous: bool = True  # caches
-    chunk: bool = False  # whether rows have several queries
     options: tuple[str, ...] = ()  # what is asked beside a window: softcap, sinks, ALiBi, LSE, cascade
 
     @classmethod
@@ -134,10 +133,6 @@ def unserved_by_native(demand: Demand) -> str:
     divisor = demand.divisor or demand.head_dim
     if divisor % LANES or not demand.contiguous:
         return f"reads contiguous caches whose widths are multiples of {LANES}"
-    if demand.chunk and demand.dtype is torch.bfloat16 and (divisor % DEPTH or not native.bf16_unit()):
-        return (
-            f"computes chunks in bfloat16 on CPUs with avx512_bf16, of widths that are multiples of {DEPTH}"
-        )
     return ""
 
 

@@ -6,7 +6,7 @@ The metadata of a step is made once and used by every layer. `TorchMetadata`, `T
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -290,13 +290,11 @@ def _widened(tables: IntArray) -> IntArray:
 
 
 class NativeMetadata:
-    """Attention by C in the layers and rows that it serves (`paged_kernels.backends`); torch computes all others."""
+    """Attention by C in the layers that it serves (`paged_kernels.backends`); torch computes all others."""
 
     def __init__(self, layout: StepLayout, pool: CacheTensors, workspace: Workspace) -> None:
-        self._layout, self._workspace = layout, workspace
+        self._layout, self._pool, self._workspace = layout, pool, workspace
         self._rows = native.decode_rows(layout.tables, layout.lengths)
-        self._torch = partial(TorchMetadata, pool=pool, workspace=workspace)
-        self._made: dict[bool, TorchMetadata] = {}
 
     store = staticmethod(torch_cache.store)
 
@@ -304,27 +302,20 @@ class NativeMetadata:
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
     ) -> None:
         """Run the decode rows, then each prefill row."""
-        layer = Demand.of(q, keys, values, scoring)
-        if unserved_by_native(layer):
-            self._on_torch(False).attend(q, keys, values, scoring, out)
+        if unserved_by_native(Demand.of(q, keys, values, scoring)):
+            self._torch_step.attend(q, keys, values, scoring, out)
             return
         rows = len(self._layout.lengths)
         if rows:
             native.run_decode(self._rows, q[:rows], keys, values, scoring, out[:rows], self._workspace)
-        if unserved_by_native(layer._replace(chunk=True)):
-            self._on_torch(True).attend(q, keys, values, scoring, out)
-            return
         for table, start, queries, length in self._layout.prefills:
             span = slice(start, start + queries)
             native.run_prefill(table, length, q[span], keys, values, scoring, out[span], self._workspace)
 
-    def _on_torch(self, chunks: bool) -> TorchMetadata:
-        """The rows of the step by torch, or its chunks alone, prepared once."""
-        if chunks not in self._made:
-            layout = self._layout
-            none = layout._replace(tables=layout.tables[:0], lengths=layout.lengths[:0])
-            self._made[chunks] = self._torch(none if chunks else layout)
-        return self._made[chunks]
+    @cached_property
+    def _torch_step(self) -> TorchMetadata:
+        """The rows of the step by torch, prepared once."""
+        return TorchMetadata(self._layout, self._pool, self._workspace)
 
 
 def attention_metadata(

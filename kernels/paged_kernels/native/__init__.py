@@ -68,7 +68,7 @@ def why_unavailable() -> str:
 
 @cache
 def bf16_unit() -> str:
-    """What multiplies in prefill in bfloat16: `amx`, `avx512_bf16`, or nothing (""): torch computes it.
+    """What multiplies bfloat16 in prefill: `amx`, `avx512_bf16`, or nothing (""): it is widened to float32.
 
     The matrix units of AMX only where Linux allows their use.
     """

@@ -20,11 +20,8 @@ from paged_kernels.scoring import Scoring
 
 _TILE = 16  # TILE of the C files
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
-_PREFILL_BF16 = {"amx": "prefill_bf16_amx", "avx512_bf16": "prefill_bf16"}
-# ROWS and KEYS of the C files
-_QUERIES, _KEYS = {torch.float32: 8, torch.bfloat16: 32}, {torch.float32: 64, torch.bfloat16: 128}
-
-
+_PREFILL_BF16 = {"amx": "prefill_bf16_amx", "avx512_bf16": "prefill_bf16", "": "prefill_bf16_wide"}
+_DEPTH = 32  # of prefill_bf16.c: it serves widths that are multiples of it
 _LEAST = 512  # tokens of a part of a row: a smaller one is not worth the merge
 
 
@@ -165,9 +162,9 @@ def run_prefill(
     q, blocks = q.contiguous(), torch.from_numpy(np.ascontiguousarray(table, dtype=np.int64))
     threads = min(torch.get_num_threads(), heads)
     cuts = [heads * number // threads for number in range(threads + 1)]
-    floats = prefill_scratch(q.dtype, dk, dv, length)
+    name = prefill_name(q.dtype, dk, dv)
+    floats = prefill_scratch(name, dk, dv, length)
     scratch = workspace.take("native_prefill", floats * threads, q, torch.float32)
-    name = "prefill_f32" if q.dtype is torch.float32 else _PREFILL_BF16[bf16_unit()]
     run = c_function(name, "ppppiiiiiiiiiifpp")
     pointers = [tensor.data_ptr() for tensor in (q, keys, values, blocks)]
     shape = (block, heads, kv_heads, dk, dv, scoring.window)
@@ -193,13 +190,21 @@ def check_bounds(lowest: int, highest: int, longest: int, width: int, keys: torc
         )
 
 
-def prefill_scratch(dtype: torch.dtype, dk: int, dv: int, length: int) -> int:
-    """Floats of scratch memory that a thread needs for a prefill row of `length` tokens; see the C files."""
-    rows, keys = _QUERIES[dtype], _KEYS[dtype]
-    padded = -(-length // keys) * keys
+def prefill_name(dtype: torch.dtype, dk: int, dv: int) -> str:
+    """The C function that computes chunks: in bfloat16 by what multiplies it here, or else in float32."""
     if dtype is torch.float32:
-        return rows * (dk + dv + keys) + padded * (dk + dv)
-    return rows * (dk // 2 + dv + keys + keys // 2) + padded * (dk + dv) // 2
+        return "prefill_f32"
+    fits = dk % _DEPTH == 0 and dv % _DEPTH == 0
+    return _PREFILL_BF16[bf16_unit() if fits else ""]
+
+
+def prefill_scratch(name: str, dk: int, dv: int, length: int) -> int:
+    """Floats of scratch memory that a thread of a C function needs for a chunk at the end of `length` tokens."""
+    if name in ("prefill_f32", _PREFILL_BF16[""]):
+        rows, keys = 16, 64  # ROWS, at most, and KEYS of prefill.c
+        return rows * (dk + dv + keys) + -(-length // keys) * keys * (dk + dv)
+    rows, keys = 32, 128  # of prefill_bf16.c
+    return rows * (dk // 2 + dv + keys + keys // 2) + -(-length // keys) * keys * (dk + dv) // 2
 
 
 def _run_parts(part: Callable[[int], None], count: int) -> None:

@@ -1,13 +1,18 @@
-/* Vectors of sixteen floats by the vector extensions of gcc and clang. The compiler maps them to the CPU's vectors. */
+/* Vectors of floats by the vector extensions of gcc and clang, as wide as the CPU's: a wider one lies in memory, not in
+ * registers, and is several times slower. */
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#ifdef __AVX512F__
 enum { LANES = 16 };
-typedef float vec __attribute__((vector_size(64), aligned(4)));
-typedef int32_t ints __attribute__((vector_size(64), aligned(4)));
-typedef uint32_t words __attribute__((vector_size(64), aligned(4)));
-typedef uint16_t halves __attribute__((vector_size(32), aligned(2)));
+#else
+enum { LANES = 8 }; /* two registers where there is no AVX */
+#endif
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES), aligned(4)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 static inline vec load_f32(const float *from) { return *(const vec *)from; }
 
@@ -42,8 +47,8 @@ static inline float widen_bf16(uint16_t x) {
 static inline float sum(vec v) {
     typedef float v8 __attribute__((vector_size(32)));
     typedef float v4 __attribute__((vector_size(16)));
-    union { vec whole; v8 part[2]; } wide = {v};
-    union { v8 whole; v4 part[2]; } narrow = {wide.part[0] + wide.part[1]};
+    union { vec whole; v8 part[LANES / 8]; } wide = {v};
+    union { v8 whole; v4 part[2]; } narrow = {LANES == 16 ? wide.part[0] + wide.part[LANES / 8 - 1] : wide.part[0]};
     v4 four = narrow.part[0] + narrow.part[1];
     return (four[0] + four[2]) + (four[1] + four[3]);
 }

@@ -164,7 +164,7 @@ class Native:
     def prepare(self, case: Case) -> Run:
         """Prepare as an engine does, once per step. Chunks in 16 bits may be left to torch, as there."""
         demand = Demand.of(case.q, case.key_cache, case.value_cache, case.scoring)
-        if reason := unserved_by_native(demand._replace(chunk=not case.decode)):
+        if reason := unserved_by_native(demand):
             raise UnsupportedCaseError(
                 f"{case.name} is left to torch ('paged'): the compiled kernel {reason}"
             )
