@@ -8,6 +8,7 @@ STAMP  := $(VENV)/.ready
 
 OUT    ?=
 PART   ?=
+NIGHT  ?=
 
 # what `make check` tests: the rules of the repository and the light packages
 FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py document_links.py) tests/traces tests/engine/core \
@@ -33,15 +34,9 @@ check: lint  # before every commit: under a minute once mypy has its cache
 test: $(STAMP)  # a file at a time, so that what its tests share is made once
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
-nightly: $(STAMP)  # all tests (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM), every kernel compiled, fuzzing of the trace readers, a sweep killed 50 times, fits to logs of a known truth
+nightly: $(STAMP)  # all parts of the night one after the other, or those named: make nightly NIGHT="3/10 fuzz" (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM)
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"
-	PAGETWIN_NIGHTLY=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n auto $(ARGS)
-	$(PY) -m harness gate --layer resource
-	$(PY) tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000
-	$(PY) tests/nightly/kill_drill.py local 50
-	$(PY) tests/nightly/kill_drill.py local 20 --measured --repeats 3 --points 12
-	$(PY) tests/nightly/planted_logs.py --seeds 3
-	OMP_NUM_THREADS=1 $(PY) tests/nightly/newest_transformers.py -n auto tests/engine/runtime
+	$(PY) tests/nightly/night_parts.py $(NIGHT)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

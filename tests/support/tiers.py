@@ -24,13 +24,22 @@ def nights_share(values: Iterable[T], count: int) -> list[T]:
 
 
 def cases(
-    names: str | tuple[str, ...], values: Iterable[Any], day: int | Iterable[Any], **options: Any
+    names: str | tuple[str, ...],
+    values: Iterable[Any],
+    day: int | Iterable[Any],
+    night: int | None = None,
+    **options: Any,
 ) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` over all `values`, of which the day runs the first few or those in `day`."""
+    """`pytest.mark.parametrize` over all `values`, of which the day runs the first few or those in `day`.
+
+    The night runs all, or with `night` so many others by date.
+    """
     values = list(values)
     kept = values[:day] if isinstance(day, int) else list(day)
     assert kept, "the day runs no case"
     assert all(value in values for value in kept), f"the day names a case that does not exist: {kept}"
+    if night is not None:
+        values = [*kept, *nights_share((value for value in values if value not in kept), night)]
     single = isinstance(names, str) and "," not in names
     left = [
         value if value in kept else pytest.param(*([value] if single else value), marks=pytest.mark.nightly)
