@@ -25,13 +25,21 @@ KEPT = ROOT / "build" / "nights.tsv"
 SEED = os.environ.get("PAGETWIN_SEED", str(datetime.now(UTC).toordinal()))  # as in tests/support/tiers.py
 PARTS = 10  # of the tests
 LINES_A_SECOND = 40  # of a file that is not among SECONDS
-SECONDS: dict[str, float] = {}
+SECONDS = {  # CPU-seconds of a night, where they were measured and are many
+    "test_beam_grid.py": 300,
+    "test_plan.py": 150,
+    "test_fit.py": 110,
+    "test_point.py": 60,
+    "test_fuzz.py": 50,
+    "test_kernel_runs.py": 30,
+    "test_fast_forward.py": 30,
+}
 OTHERS = {
     "gate": "-m harness gate --layer resource",
     "fuzz": "tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000",
     "kills": "tests/nightly/kill_drill.py local 50",
     "kills-measured": "tests/nightly/kill_drill.py local 20 --measured --repeats 3 --points 12",
-    "planted": "tests/nightly/planted_logs.py --seeds 3",
+    "planted": "tests/nightly/planted_logs.py --seeds 3 --drawn 5",
     "newest": "tests/nightly/newest_transformers.py -n auto tests/engine/runtime",
 }
 ALL = (*OTHERS, *(f"{part}/{PARTS}" for part in range(1, PARTS + 1)))

@@ -1,6 +1,6 @@
 """Held-out errors of a fit on logs that the simulator wrote, with constants that the fit must find.
 
-    python tests/nightly/planted_logs.py [CASE ...] [--seeds N]
+    python tests/nightly/planted_logs.py [CASE ...] [--seeds N] [--drawn N]     # so many cases, others every date
 
 Each case is a GPU, a model and a load. For each seed, the constants that a log can teach are drawn around the
 description's, with the spreads that the fit takes as priors; 300 requests are replayed with them and kept as a folder
@@ -22,6 +22,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "support"))
+
+from tiers import nights_share
 
 from harness.config.schema import DeviceConfig
 from harness.twin.configured import Configured, configured
@@ -226,9 +230,10 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("case", nargs="*", choices=[*CASES, []], help=f"default: all of {', '.join(CASES)}")
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--drawn", type=int, default=len(CASES))
     flags = parser.parse_args(words)
     missed = 0
-    for name in flags.case or CASES:
+    for name in flags.case or nights_share(CASES, flags.drawn):
         errors = []
         for seed in range(flags.seeds):
             began = time.process_time()
