@@ -276,6 +276,7 @@ def branched(family, pages, pool_tokens, memory, **params):
     ("family", "pages", "pool_tokens", "memory"),
     [(*setup, memory) for setup in BRANCHED for memory in MEMORY],
     day=(("gemma2", "lcm", 110, "swap"), ("qwen3_next", "uniform", 300, "recompute")),
+    night=14,
 )
 def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
     import torch
@@ -297,6 +298,7 @@ def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
     ("family", "pages", "pool_tokens", "memory"),
     [(*setup, memory) for setup in BRANCHED for memory in MEMORY],
     day=(("gemma3_text", "separate", 110, "swap"), ("falcon_h1", "lcm", 300, "recompute")),
+    night=14,
 )
 def test_samples_have_the_probabilities_that_the_model_gives_them(family, pages, pool_tokens, memory):
     import torch
@@ -345,7 +347,7 @@ DRAFTED = [
 @pytest.mark.parametrize(
     ("mode", "memory"), [("lookahead", "recompute"), ("fork", "swap"), ("whole", "recompute")]
 )
-@cases(("family", "pages"), DRAFTED, day=(("gemma2", "lcm"),))
+@cases(("family", "pages"), DRAFTED, day=(("gemma2", "lcm"),), night=5)
 def test_drafts_change_no_token(family, pages, mode, memory):
     from engine.runtime.params import SamplingParams
 
@@ -418,7 +420,7 @@ EIGHT = [
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-@cases(("family", "pages"), EIGHT, day=(("gemma2", "uniform"),))
+@cases(("family", "pages"), EIGHT, day=(("gemma2", "uniform"),), night=6)
 def test_8_bits_give_the_tokens_of_a_cache_that_rounds(family, pages, memory):
     from engine.runtime.params import SamplingParams
 
