@@ -39,16 +39,8 @@ class SequenceState:
     """
 
     __slots__ = (
-        "_base",
-        "_clock",
-        "block_hashes",
-        "branch",
-        "cached_blocks",
-        "held",
-        "private",
-        "request",
-        "table",
-    )
+        "_base", "_clock", "block_hashes", "branch", "cached_blocks", "held", "private", "request", "table",
+    )  # fmt: skip
 
     def __init__(self, request: Request, branch: int = 0, computed: int = 0) -> None:
         self.request = request
@@ -108,23 +100,9 @@ class Group:
     """
 
     __slots__ = (
-        "_base",
-        "_clock",
-        "block_hashes",
-        "branches",
-        "decoded",
-        "draft",
-        "drafted",
-        "entered",
-        "forked",
-        "key",
-        "lost",
-        "private",
-        "proposes",
-        "request",
-        "rows",
-        "sequences",
-    )
+        "_base", "_clock", "block_hashes", "branches", "decoded", "draft", "drafted", "entered", "forked",
+        "key", "lost", "private", "proposes", "request", "rows", "sequences",
+    )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[object, ...] = ()) -> None:
         self.request = request

@@ -45,13 +45,14 @@ class Arguments:
 class Command:
     """A command: its name, its lines of help, a function that adds its flags, and one that runs it.
 
-    `run` returns the exit code. `about` is the first sentence of the command's own help; where it is empty, `help` is.
+    `run` returns the exit code; it may be the function's `module:name`, which is imported when it is called. `about` is
+    the first sentence of the command's own help; where it is empty, `help` is.
     """
 
     name: str
     help: str
     add: Callable[[argparse.ArgumentParser], None]
-    run: Callable[[Arguments], int]
+    run: Callable[[Arguments], int] | str
     about: str = ""
     usage: str = ""
     more: str = ""

@@ -333,30 +333,15 @@ def _metrics(metrics: dict[str, Any]) -> str:
 
 
 COMMANDS = (
-    Command(
-        "serve",
-        "answer OpenAI clients: completions, chat, metrics",
-        _add_serve,
-        _run_serve,
-        about="Serve completions and chat completions as OpenAI's API does, until Ctrl-C.",
-        usage="[--host H] [--port P] [--api-key KEY] [--kv-events ENDPOINT] [key=value ...]",
-        more=_SERVE,
-    ),
-    Command(
-        "bench",
-        "time the attention kernels on this machine",
-        _add_bench,
-        _run_bench,
-        about="Time the attention kernels on this machine; the end of the output names the files.",
-        takes_overrides=False,
-    ),
+    Command("serve", "answer OpenAI clients: completions, chat, metrics", _add_serve, _run_serve,
+            about="Serve completions and chat completions as OpenAI's API does, until Ctrl-C.",
+            usage="[--host H] [--port P] [--api-key KEY] [--kv-events ENDPOINT] [key=value ...]",
+            more=_SERVE),
+    Command("bench", "time the attention kernels on this machine", _add_bench, _run_bench,
+            about="Time the attention kernels on this machine; the end of the output names the files.",
+            takes_overrides=False),
     Command("gate", "compare kernels and policy with their baselines", _add_gate, _run_gate, more=_GATE),
-    Command(
-        "calibrate",
-        "measure this device, and fit the cost model to it",
-        _add_calibrate,
-        _run_calibrate,
-        about="Measure this device with the configured model, fit the cost model, and validate it.",
-        more=_CALIBRATE,
-    ),
-)
+    Command("calibrate", "measure this device, and fit the cost model to it", _add_calibrate, _run_calibrate,
+            about="Measure this device with the configured model, fit the cost model, and validate it.",
+            more=_CALIBRATE),
+)  # fmt: skip

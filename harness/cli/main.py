@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING
 
 from harness.cli import (
@@ -124,7 +125,9 @@ def main(
         completion.answer(build_parser())
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
-        code: int = arguments.flags.run(replace(arguments, point=point, report=report))
+        run = arguments.flags.run
+        command = resolve_name(run) if isinstance(run, str) else run
+        code: int = command(replace(arguments, point=point, report=report))
         return code
     except UserError as error:
         remark(shortened(f"error: {error}"))

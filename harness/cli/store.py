@@ -2,7 +2,7 @@
 
 import argparse
 
-from harness.cli import Arguments, Command
+from harness.cli import Command
 
 _OVERRIDES = """\
 An override is key=value; `show` prints every key, `show --groups` every option of every group.
@@ -92,101 +92,23 @@ def _add_logs(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _sweep(arguments: Arguments) -> int:
-    from harness.cli.sweep import sweep_command
-
-    return sweep_command(arguments)
-
-
-def _show(arguments: Arguments) -> int:
-    from harness.cli.show import show_command
-
-    return show_command(arguments)
-
-
-def _report(arguments: Arguments) -> int:
-    from harness.cli.report import report_command
-
-    return report_command(arguments)
-
-
-def _status(arguments: Arguments) -> int:
-    from harness.cli.doctor import status_command
-
-    return status_command(arguments)
-
-
-def _doctor(arguments: Arguments) -> int:
-    from harness.cli.doctor import doctor_command
-
-    return doctor_command(arguments)
-
-
-def _logs(arguments: Arguments) -> int:
-    from harness.cli.doctor import logs_command
-
-    return logs_command(arguments)
-
-
 COMMANDS = (
-    Command(
-        "run",
-        "predict and measure one point",
-        _add_running,
-        _sweep,
-        usage="[key=value ...] [--dry-run] [--force]",
-        more=_OVERRIDES,
-    ),
-    Command(
-        "sweep",
-        "predict and measure every point of a grid",
-        _add_running,
-        _sweep,
-        usage="[key=value,value ...] [--dry-run] [--force]",
-        more=_OVERRIDES,
-    ),
-    Command(
-        "show",
-        "print the composed, checked configuration",
-        _add_show,
-        _show,
-        usage="[key=value ...]",
-        more=_OVERRIDES,
-    ),
-    Command(
-        "report",
-        "write the report of a store",
-        _add_report,
-        _report,
-        usage="[FOLDER [OTHER]]",
-        takes_overrides=False,
-    ),
-    Command(
-        "status",
-        "say what a store has done, and what is left",
-        _add_store,
-        _status,
-        usage="[FOLDER]",
-        takes_overrides=False,
-    ),
-    Command(
-        "doctor",
-        "check a store against its digests, and repair it",
-        _add_doctor,
-        _doctor,
-        about="Check every record and table of a store against its digest.",
-        usage="FOLDER [--repair]",
-        more=_DOCTOR,
-        takes_overrides=False,
-    ),
-    Command(
-        "logs",
-        "find the log of a point that ran in Slurm",
-        _add_logs,
-        _logs,
-        about="List the job and the log of each point that ran in Slurm.",
-        usage="[FOLDER] [--point TEXT]",
-        more=_LOGS,
-        takes_overrides=False,
-    ),
-)
+    Command("run", "predict and measure one point", _add_running, "harness.cli.sweep:sweep_command",
+            usage="[key=value ...] [--dry-run] [--force]", more=_OVERRIDES),
+    Command("sweep", "predict and measure every point of a grid", _add_running,
+            "harness.cli.sweep:sweep_command", usage="[key=value,value ...] [--dry-run] [--force]",
+            more=_OVERRIDES),
+    Command("show", "print the composed, checked configuration", _add_show, "harness.cli.show:show_command",
+            usage="[key=value ...]", more=_OVERRIDES),
+    Command("report", "write the report of a store", _add_report, "harness.cli.report:report_command",
+            usage="[FOLDER [OTHER]]", takes_overrides=False),
+    Command("status", "say what a store has done, and what is left", _add_store,
+            "harness.cli.doctor:status_command", usage="[FOLDER]", takes_overrides=False),
+    Command("doctor", "check a store against its digests, and repair it", _add_doctor,
+            "harness.cli.doctor:doctor_command",
+            about="Check every record and table of a store against its digest.", usage="FOLDER [--repair]",
+            more=_DOCTOR, takes_overrides=False),
+    Command("logs", "find the log of a point that ran in Slurm", _add_logs, "harness.cli.doctor:logs_command",
+            about="List the job and the log of each point that ran in Slurm.",
+            usage="[FOLDER] [--point TEXT]", more=_LOGS, takes_overrides=False),
+)  # fmt: skip

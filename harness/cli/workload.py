@@ -299,7 +299,7 @@ def _source(source: Path, words: list[str]) -> _Source:
     """The configuration and the requests of a trace, a store or a log."""
     from harness.config.groups import groups
     from harness.config.overrides import of_a_file
-    from harness.store.reading import read_store
+    from harness.store.commit import read_store
     from harness.sweep.plan import run_request
 
     if not source.exists():
@@ -405,29 +405,13 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
 
 
 COMMANDS = (
-    Command(
-        "trace",
-        "list, fetch, look into, convert, cut, scale, capture, make or check traces",
-        _add_trace,
-        _run_trace,
-        about="Work on request traces.",
-        usage="ACTION ...",
-        takes_overrides=False,
-    ),
-    Command(
-        "capacity",
-        "search for the highest rate, smallest pool or best block size under an SLO",
-        _add_capacity,
-        _run_capacity,
-        about="Search with the simulator for the capacity of a configuration under an SLO.",
-        more=_CAPACITY,
-    ),
-    Command(
-        "advise",
-        "say which block size, pool and flags suit a trace or a log",
-        _add_advise,
-        _run_advise,
-        about="Say which block size, pool, sequences and flags suit a trace or a log, and warn.",
-        more=_ADVISE,
-    ),
-)
+    Command("trace", "list, fetch, look into, convert, cut, scale, capture, make or check traces", _add_trace,
+            _run_trace, about="Work on request traces.", usage="ACTION ...", takes_overrides=False),
+    Command("capacity", "search for the highest rate, smallest pool or best block size under an SLO",
+            _add_capacity, _run_capacity,
+            about="Search with the simulator for the capacity of a configuration under an SLO.",
+            more=_CAPACITY),
+    Command("advise", "say which block size, pool and flags suit a trace or a log", _add_advise, _run_advise,
+            about="Say which block size, pool, sequences and flags suit a trace or a log, and warn.",
+            more=_ADVISE),
+)  # fmt: skip

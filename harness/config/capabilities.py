@@ -21,21 +21,8 @@ from engine.core.options import (
     WindowHits,
 )
 from engine.runtime.options import Backend, KVDtype
+from harness.config import schema
 from harness.config.errors import ConfigError
-from harness.config.schema import (
-    CacheConfig,
-    DecodingConfig,
-    DecodingMode,
-    DeviceConfig,
-    EngineConfig,
-    EngineDevice,
-    ModelConfig,
-    OracleEngine,
-    ReplayConfig,
-    ReplayMode,
-    RunConfig,
-    SchedulerConfig,
-)
 
 
 class Way(StrEnum):
@@ -62,14 +49,14 @@ class Asked:
     share a block) are what the configuration says.
     """
 
-    model: ModelConfig
-    engine: EngineConfig
-    device: DeviceConfig
-    cache: CacheConfig
-    scheduler: SchedulerConfig
-    decoding: DecodingConfig
-    replay: ReplayConfig
-    oracle: OracleEngine
+    model: schema.ModelConfig
+    engine: schema.EngineConfig
+    device: schema.DeviceConfig
+    cache: schema.CacheConfig
+    scheduler: schema.SchedulerConfig
+    decoding: schema.DecodingConfig
+    replay: schema.ReplayConfig
+    oracle: schema.OracleEngine
     several: bool
     sampled: bool
     drafts: bool
@@ -79,11 +66,11 @@ class Asked:
     waits: str | None
 
 
-def asked_of(config: RunConfig) -> Asked:
+def asked_of(config: schema.RunConfig) -> Asked:
     """What a configuration asks for."""
     decoding, model, replay = config.decoding, config.model, config.replay
-    waits = replay.mode in (ReplayMode.closed, ReplayMode.sessions)
-    sampled = decoding.mode is DecodingMode.sample and decoding.beam_width == 1
+    waits = replay.mode in (schema.ReplayMode.closed, schema.ReplayMode.sessions)
+    sampled = decoding.mode is schema.DecodingMode.sample and decoding.beam_width == 1
     return Asked(
         *(model, config.engine, config.device, config.cache, config.scheduler, decoding, replay),
         oracle=config.oracle.engine,
@@ -123,222 +110,110 @@ _COMPILED_RULES = (Eviction.ttl, Eviction.pinned, Eviction.priority)
 _KEPT = "it is kept for one replica alone"
 
 TABLE: tuple[Capability, ...] = (
-    Capability(
-        "cache.policy",
-        lambda a: a.cache.policy is not CachePolicy.paged,
-        {Way.compiled: "it is not paged", Way.oracle: "vLLM has no contiguous cache"},
-    ),
-    Capability(
-        "cache.groups",
-        lambda a: a.cache.groups is not GroupPages.off,
-        {Way.vllm: "it is compared by one block table"},
-    ),
-    Capability(
-        "cache.groups",
-        lambda a: a.cache.groups is not GroupPages.off
-        and (
-            a.cache.groups is not GroupPages.uniform
-            or a.cache.block_size % 16 > 0
-            or a.cache.window_hits is not WindowHits.window
-            or a.cache.behind_first
-            or a.cache.states is not StateMode.align
-            or a.drafts
-        ),
-        {Way.oracle: "vLLM has groups in pages of one size and blocks of multiples of 16 tokens; their windows are hit "
-         "and evicted in one way, states are kept at the ends of rows, and a draft model would be a group of its own"},
-    ),
-    Capability(
-        "cache.groups",
-        lambda a: a.cache.groups is not GroupPages.off
-            and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap),
-        {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their own"},
-    ),
-    Capability(
-        "cache.block_size",
-        lambda a: a.cache.block_size % 32 > 0,
-        {Way.vllm: "on a CPU vLLM has blocks of multiples of 32 tokens"},
-    ),
-    Capability(
-        "engine.device",
-        lambda a: a.engine.device is not EngineDevice.cpu,
-        {Way.vllm: "vLLM is measured on a CPU alone; a server on a GPU is read by its log (pagetwin_probe, twin)"},
-    ),
-    Capability(
-        "engine.backend",
-        lambda a: a.engine.backend is not Backend.auto,
-        {Way.vllm: "vLLM has its own kernels"},
-    ),
-    Capability(
-        "model.windowed_layers",
-        lambda a: a.model.windowed_layers or a.model.state_layers or a.model.latent_rank,
-        {Way.vllm: "its layers with windows, states or latent vectors are not compared"},
-    ),
-    Capability(
-        "decoding.mode",
-        lambda a: a.several and "several sequences",
-        {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each sample "
-         "(decoding.sharing=prefix_cache)"},
-    ),
-    Capability(
-        "decoding.draft_tokens",
-        lambda a: a.drafts,
-        {Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
-         Way.vllm: "a measured vLLM has no draft model"},
-    ),
-    Capability(
-        "decoding.draft_tokens",
-        lambda a: a.drafts and _is_special(a),
-        {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.eviction"},
-    ),
-    Capability(
-        "decoding.draft_place",
-        lambda a: a.drafts and a.decoding.draft_place is not SpeculationMode.whole,
-        {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child",
-         Way.compiled: "drafts are cut at the end of a request, or written into a child"},
-    ),
-    Capability(
-        "decoding.branch_hazard",
-        lambda a: a.decoding.branch_hazard,
-        {Way.compiled: "ends of sampled branches are drawn",
-         Way.ahead: "vLLM schedules one row more for what ends before its last token, which is not modelled"},
-    ),
-    Capability(
-        "decoding.beam_parents",
-        lambda a: a.decoding.beam_parents,
-        {Way.compiled: "beams follow a recording"},
-    ),
-    Capability(
-        "decoding.sharing",
-        lambda a: a.several and a.decoding.sharing is Sharing.tail_at_fork,
-        {Way.compiled: "beams keep their blocks", Way.groups: "its beams continue the pages of their parents"},
-    ),
-    Capability(
-        "scheduler.preemption",
-        lambda a: a.scheduler.preemption is not Preemption.recompute,
-        {Way.oracle: "vLLM swaps nothing out"},
-    ),
-    Capability(
-        "scheduler.preemption",
-        lambda a: a.scheduler.preemption is not Preemption.recompute and a.several,
-        {Way.compiled: "several sequences may be swapped out"},
-    ),
-    Capability(
-        "scheduler.static_batch",
-        lambda a: a.scheduler.static_batch,
-        {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches",
-         Way.ahead: "a static batch holds its blocks to its end"},
-    ),
-    Capability(
-        "scheduler.adaptive_watermark",
-        lambda a: a.scheduler.adaptive_watermark,
-        {Way.compiled: "the watermark is adaptive", Way.oracle: "vLLM has no adaptive watermark"},
-    ),
-    Capability(
-        "scheduler.admission",
-        lambda a: a.scheduler.admission,
-        {Way.groups: "free pages say little of single groups", Way.compiled: _OWN, Way.oracle: _OWN},
-    ),
+    Capability("cache.policy", lambda a: a.cache.policy is not CachePolicy.paged,
+               {Way.compiled: "it is not paged", Way.oracle: "vLLM has no contiguous cache"}),
+    Capability("cache.groups", lambda a: a.cache.groups is not GroupPages.off,
+               {Way.vllm: "it is compared by one block table"}),
+    Capability("cache.groups", lambda a: a.cache.groups is not GroupPages.off
+               and (a.cache.groups is not GroupPages.uniform or a.cache.block_size % 16 > 0
+                    or a.cache.window_hits is not WindowHits.window or a.cache.behind_first
+                    or a.cache.states is not StateMode.align or a.drafts),
+               {Way.oracle: "vLLM has groups in pages of one size and blocks of multiples of 16 tokens; their windows "
+                "are hit and evicted in one way, states are kept at the ends of rows, and a draft model would be a "
+                "group of its own"}),
+    Capability("cache.groups", lambda a: a.cache.groups is not GroupPages.off
+               and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap),
+               {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their "
+                "own"}),
+    Capability("cache.block_size", lambda a: a.cache.block_size % 32 > 0,
+               {Way.vllm: "on a CPU vLLM has blocks of multiples of 32 tokens"}),
+    Capability("engine.device", lambda a: a.engine.device is not schema.EngineDevice.cpu,
+               {Way.vllm: "vLLM is measured on a CPU alone; a server on a GPU is read by its log (pagetwin_probe, "
+                "twin)"}),
+    Capability("engine.backend", lambda a: a.engine.backend is not Backend.auto,
+               {Way.vllm: "vLLM has its own kernels"}),
+    Capability("model.windowed_layers",
+               lambda a: a.model.windowed_layers or a.model.state_layers or a.model.latent_rank,
+               {Way.vllm: "its layers with windows, states or latent vectors are not compared"}),
+    Capability("decoding.mode", lambda a: a.several and "several sequences",
+               {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each "
+                "sample (decoding.sharing=prefix_cache)"}),
+    Capability("decoding.draft_tokens", lambda a: a.drafts,
+               {Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
+                Way.vllm: "a measured vLLM has no draft model"}),
+    Capability("decoding.draft_tokens", lambda a: a.drafts and _is_special(a),
+               {Way.compiled: "requests have drafts, beside samples, beams, swaps or a rule of cache.eviction"}),
+    Capability("decoding.draft_place", lambda a: a.drafts and a.decoding.draft_place is not SpeculationMode.whole,
+               {Way.oracle: "vLLM does not cut drafts at the end of a request, nor write them into a child",
+                Way.compiled: "drafts are cut at the end of a request, or written into a child"}),
+    Capability("decoding.branch_hazard", lambda a: a.decoding.branch_hazard,
+               {Way.compiled: "ends of sampled branches are drawn",
+                Way.ahead: "vLLM schedules one row more for what ends before its last token, which is not modelled"}),
+    Capability("decoding.beam_parents", lambda a: a.decoding.beam_parents,
+               {Way.compiled: "beams follow a recording"}),
+    Capability("decoding.sharing", lambda a: a.several and a.decoding.sharing is Sharing.tail_at_fork,
+               {Way.compiled: "beams keep their blocks",
+                Way.groups: "its beams continue the pages of their parents"}),
+    Capability("scheduler.preemption", lambda a: a.scheduler.preemption is not Preemption.recompute,
+               {Way.oracle: "vLLM swaps nothing out"}),
+    Capability("scheduler.preemption", lambda a: a.scheduler.preemption is not Preemption.recompute and a.several,
+               {Way.compiled: "several sequences may be swapped out"}),
+    Capability("scheduler.static_batch", lambda a: a.scheduler.static_batch,
+               {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches",
+                Way.ahead: "a static batch holds its blocks to its end"}),
+    Capability("scheduler.adaptive_watermark", lambda a: a.scheduler.adaptive_watermark,
+               {Way.compiled: "the watermark is adaptive", Way.oracle: "vLLM has no adaptive watermark"}),
+    Capability("scheduler.admission", lambda a: a.scheduler.admission,
+               {Way.groups: "free pages say little of single groups", Way.compiled: _OWN, Way.oracle: _OWN}),
     Capability("scheduler.order", lambda a: a.scheduler.order, {Way.compiled: _OWN, Way.oracle: _OWN}),
     Capability("scheduler.victim", lambda a: a.scheduler.victim, {Way.compiled: _OWN, Way.oracle: _OWN}),
-    Capability(
-        "cache.eviction",
-        lambda a: a.cache.eviction != Eviction.lru,
-        {Way.groups: "it has two orders of its own (cache.behind_first)",
-         Way.oracle: "vLLM evicts the least recently used alone"},
-    ),
-    Capability(
-        "cache.eviction",
-        lambda a: a.cache.eviction in _BY_REQUEST, {Way.client: _UNKNOWN}
-    ),
-    Capability(
-        "cache.eviction",
-        lambda a: a.cache.eviction not in (Eviction.lru, *_COMPILED_RULES),
-        {Way.compiled: "it knows no such order of eviction"},
-    ),
-    Capability(
-        "cache.eviction",
-        lambda a: a.cache.eviction != Eviction.lru
-            and (a.several or a.device.data_parallel > 1 or a.scheduler.preemption is not Preemption.recompute),
-        {Way.compiled: "a rule of eviction stands beside several sequences, replicas or swapped requests"},
-    ),
-    Capability(
-        "scheduler.async_scheduling",
-        lambda a: a.scheduler.async_scheduling,
-        {
-            Way.groups: "steps in flight would keep blocks behind a window for one step more",
-            Way.vllm: "on a CPU vLLM switches it off",
-        },
-    ),
-    Capability(
-        "scheduler.async_frees_at_once",
-        lambda a: a.scheduler.async_scheduling and a.scheduler.async_frees_at_once,
-        {Way.oracle: "vLLM keeps the blocks of what a step ends until the next one is scheduled"},
-    ),
-    Capability(
-        "cache.deduplicate",
-        lambda a: a.cache.deduplicate,
-        {Way.groups: "it merges no equal blocks", Way.oracle: "vLLM merges no equal blocks"},
-    ),
-    Capability(
-        "cache.deduplicate",
-        lambda a: a.cache.deduplicate and a.may_share,
-        {Way.compiled: "prompts may share prefixes, and equal blocks are merged"},
-    ),
-    Capability(
-        "cache.retention",
-        lambda a: a.cache.retention is not Retention.lru,
-        {Way.oracle: "vLLM keeps freed blocks until they are taken"},
-    ),
-    Capability(
-        "cache.copy_at_fork",
-        lambda a: a.cache.copy_at_fork and a.several,
-        {Way.compiled: "branches copy their blocks", Way.groups: "its branches share their pages"},
-    ),
-    Capability(
-        "cache.pool_blocks",
-        lambda a: a.cache.groups is not GroupPages.uniform and a.cache.pool_blocks is not None,
-        {Way.groups: "pages of its pools differ; use cache.pool_tokens"},
-    ),
-    Capability(
-        "cache.tier_tokens",
-        lambda a: a.cache.tier_tokens,
-        {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
-         Way.oracle: "it is compared without tiers", Way.client: _UNKNOWN},
-    ),
-    Capability(
-        "cache.tier_tokens",
-        lambda a: a.cache.tier_tokens > 0 and (_is_special(a) or a.cache.tier_eviction is not Eviction.lru),
-        {Way.compiled: "tiers stand beside several sequences, swapped requests or a rule of eviction other than lru"},
-    ),
-    Capability(
-        "cache.disk_tokens",
-        lambda a: a.cache.tier_tokens > 0 and a.cache.disk_tokens,
-        {Way.measured: "files are read from the system's memory again, so no disk would be timed"},
-    ),
-    Capability(
-        "cache.answers",
-        lambda a: a.cache.answers,
-        {Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
-         Way.compiled: "later prompts find the blocks of answers", Way.vllm: "vLLM answers as its model does"},
-    ),
-    Capability(
-        "cache.answers",
-        lambda a: a.cache.answers and (a.several or a.drafts),
-        {Way.measured: "the engine is told the answers of single sequences without drafts alone"},
-    ),
-    Capability(
-        "replay.optimum",
-        lambda a: a.replay.optimum,
-        {Way.groups: "the bound is that of one block table", Way.replicas: _ONE, Way.client: _UNKNOWN,
-         Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS},
-    ),
+    Capability("cache.eviction", lambda a: a.cache.eviction != Eviction.lru,
+               {Way.groups: "it has two orders of its own (cache.behind_first)",
+                Way.oracle: "vLLM evicts the least recently used alone"}),
+    Capability("cache.eviction", lambda a: a.cache.eviction in _BY_REQUEST, {Way.client: _UNKNOWN}),
+    Capability("cache.eviction", lambda a: a.cache.eviction not in (Eviction.lru, *_COMPILED_RULES),
+               {Way.compiled: "it knows no such order of eviction"}),
+    Capability("cache.eviction", lambda a: a.cache.eviction != Eviction.lru
+               and (a.several or a.device.data_parallel > 1 or a.scheduler.preemption is not Preemption.recompute),
+               {Way.compiled: "a rule of eviction stands beside several sequences, replicas or swapped requests"}),
+    Capability("scheduler.async_scheduling", lambda a: a.scheduler.async_scheduling,
+               {Way.groups: "steps in flight would keep blocks behind a window for one step more",
+                Way.vllm: "on a CPU vLLM switches it off"}),
+    Capability("scheduler.async_frees_at_once",
+               lambda a: a.scheduler.async_scheduling and a.scheduler.async_frees_at_once,
+               {Way.oracle: "vLLM keeps the blocks of what a step ends until the next one is scheduled"}),
+    Capability("cache.deduplicate", lambda a: a.cache.deduplicate,
+               {Way.groups: "it merges no equal blocks", Way.oracle: "vLLM merges no equal blocks"}),
+    Capability("cache.deduplicate", lambda a: a.cache.deduplicate and a.may_share,
+               {Way.compiled: "prompts may share prefixes, and equal blocks are merged"}),
+    Capability("cache.retention", lambda a: a.cache.retention is not Retention.lru,
+               {Way.oracle: "vLLM keeps freed blocks until they are taken"}),
+    Capability("cache.copy_at_fork", lambda a: a.cache.copy_at_fork and a.several,
+               {Way.compiled: "branches copy their blocks", Way.groups: "its branches share their pages"}),
+    Capability("cache.pool_blocks",
+               lambda a: a.cache.groups is not GroupPages.uniform and a.cache.pool_blocks is not None,
+               {Way.groups: "pages of its pools differ; use cache.pool_tokens"}),
+    Capability("cache.tier_tokens", lambda a: a.cache.tier_tokens,
+               {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
+                Way.oracle: "it is compared without tiers", Way.client: _UNKNOWN}),
+    Capability("cache.tier_tokens",
+               lambda a: a.cache.tier_tokens > 0 and (_is_special(a) or a.cache.tier_eviction is not Eviction.lru),
+               {Way.compiled: "tiers stand beside several sequences, swapped requests or a rule of eviction other than "
+                "lru"}),
+    Capability("cache.disk_tokens", lambda a: a.cache.tier_tokens > 0 and a.cache.disk_tokens,
+               {Way.measured: "files are read from the system's memory again, so no disk would be timed"}),
+    Capability("cache.answers", lambda a: a.cache.answers,
+               {Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
+                Way.compiled: "later prompts find the blocks of answers",
+                Way.vllm: "vLLM answers as its model does"}),
+    Capability("cache.answers", lambda a: a.cache.answers and (a.several or a.drafts),
+               {Way.measured: "the engine is told the answers of single sequences without drafts alone"}),
+    Capability("replay.optimum", lambda a: a.replay.optimum,
+               {Way.groups: "the bound is that of one block table", Way.replicas: _ONE, Way.client: _UNKNOWN,
+                Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS}),
     *(
-        Capability(
-            key,
-            asks,
-            {Way.groups: reason, Way.replicas: _KEPT, Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS,
-             Way.compiled: kept},
-        )
+        Capability(key, asks, {Way.groups: reason, Way.replicas: _KEPT, Way.no_cache: _NO_CACHE, Way.no_rows: _ROWS,
+                               Way.compiled: kept})
         for key, asks, reason, kept in (
             ("replay.kv_events", lambda a: a.replay.kv_events, "it keeps no events of the prefix cache",
              "events of the prefix cache are kept"),
@@ -348,45 +223,23 @@ TABLE: tuple[Capability, ...] = (
              "the residency of blocks is sampled"),
         )
     ),
-    Capability(
-        "replay.mode",
-        lambda a: a.waits,
-        {
-            Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
-            "poisson, gamma, offline)",
-        },
-    ),
-    Capability(
-        "device.frontend_request_us",
-        lambda a: a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us,
-        {Way.compiled: "the server's front end delays requests"},
-    ),
-    Capability(
-        "replay.duration_s",
-        lambda a: a.replay.duration_s,
-        {Way.compiled: "the replay stops early"},
-    ),
-    Capability(
-        "device.data_parallel",
-        lambda a: a.device.data_parallel > 1,
-        {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,
-         Way.oracle: "several replicas are simulated"},
-    ),
-    Capability(
-        "model.kv_dtype",
-        lambda a: a.model.kv_dtype is not KVDtype.model,
-        {Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"},
-    ),
-    Capability(
-        "engine.cuda_graphs",
-        lambda a: a.engine.cuda_graphs,
-        {Way.measured_groups: "a recorded step has one block table", Way.vllm: "vLLM is measured eagerly"},
-    ),
-    Capability(
-        "oracle",
-        lambda a: a.oracle is not OracleEngine.none,
-        {Way.vllm: "every step of a measured vLLM is compared anyway"},
-    ),
+    Capability("replay.mode", lambda a: a.waits,
+               {Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
+                "poisson, gamma, offline)"}),
+    Capability("device.frontend_request_us",
+               lambda a: a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us,
+               {Way.compiled: "the server's front end delays requests"}),
+    Capability("replay.duration_s", lambda a: a.replay.duration_s, {Way.compiled: "the replay stops early"}),
+    Capability("device.data_parallel", lambda a: a.device.data_parallel > 1,
+               {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,
+                Way.oracle: "several replicas are simulated"}),
+    Capability("model.kv_dtype", lambda a: a.model.kv_dtype is not KVDtype.model,
+               {Way.vllm: "on a CPU vLLM keeps K and V in the type of the model"}),
+    Capability("engine.cuda_graphs", lambda a: a.engine.cuda_graphs,
+               {Way.measured_groups: "a recorded step has one block table",
+                Way.vllm: "vLLM is measured eagerly"}),
+    Capability("oracle", lambda a: a.oracle is not schema.OracleEngine.none,
+               {Way.vllm: "every step of a measured vLLM is compared anyway"}),
 )  # fmt: skip
 _BESIDES = {Way.vllm: Way.oracle}
 """Ways that cannot take either what another one cannot."""
@@ -408,7 +261,7 @@ def _untaken(asked: Asked, way: Way) -> Iterator[tuple[str, str, str]]:
             yield row.key, text, reason
 
 
-def check_combinations(config: RunConfig) -> Iterator[ConfigError]:
+def check_combinations(config: schema.RunConfig) -> Iterator[ConfigError]:
     """What a configuration asks for that does not go together."""
     asked = asked_of(config)
     ways = {

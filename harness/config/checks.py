@@ -62,18 +62,9 @@ def checked(config: RunConfig) -> RunConfig:
 def check_settings(config: RunConfig) -> list[ConfigError]:
     """The errors of one point, without those of the folders that a sweep shares."""
     rules: tuple[Callable[[RunConfig], Iterator[ConfigError]], ...] = (
-        check_ranges,
-        _names,
-        check_trace,
-        check_policy,
-        _pool,
-        check_combinations,
-        check_eviction,
-        check_decoding,
-        _model,
-        check_memory,
-        check_execution,
-    )
+        check_ranges, _names, check_trace, check_policy, _pool, check_combinations, check_eviction,
+        check_decoding, _model, check_memory, check_execution,
+    )  # fmt: skip
     return [error for rule in rules for error in rule(config)]
 
 
@@ -459,18 +450,12 @@ _LISTED = Range(1, 10**7)  # number of items that are kept in memory one by one
 _SLOTS = Range(1, 10**9)  # KV slots, far beyond any device's memory
 
 _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
-    (
-        _COUNT,
-        "scheduler.max_batched_tokens scheduler.max_running scheduler.long_prefill_tokens engine.audit_every",
-    ),
-    (
-        Range(1, 10**4),
-        "decoding.beam_width decoding.n replay.repeats device.tensor_parallel device.data_parallel",
-    ),
-    (
-        Range(1, 10**6),
-        "model.layers model.hidden model.heads model.kv_heads model.head_dim model.intermediate",
-    ),
+    (_COUNT, "scheduler.max_batched_tokens scheduler.max_running scheduler.long_prefill_tokens"),
+    (_COUNT, "engine.audit_every"),
+    (Range(1, 10**4), "decoding.beam_width decoding.n replay.repeats"),
+    (Range(1, 10**4), "device.tensor_parallel device.data_parallel"),
+    (Range(1, 10**6), "model.layers model.hidden model.heads model.kv_heads model.head_dim"),
+    (Range(1, 10**6), "model.intermediate"),
     (_LISTED, "replay.users workload.num_requests workload.num_prefixes"),
     (Range(1, 10**6), "cache.block_size"),  # tables of one entry for each slot of a block
     (_SLOTS, "cache.pool_tokens cache.pool_blocks"),
@@ -522,14 +507,9 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (_SHARE, "workload.prefix_share trace.share decoding.beam_churn decoding.acceptance"),
     (Range(0, 1, open_high=True), "decoding.branch_hazard scheduler.watermark"),
     (Range(0.01, 100), "replay.burstiness"),
-    (
-        Range(0, 1, open_low=True),
-        "device.memory_utilization device.bandwidth_efficiency device.kv_efficiency",
-    ),
-    (
-        Range(0, 1, open_low=True),
-        "device.link_efficiency device.compute_efficiency device.attention_efficiency",
-    ),
+    (Range(0, 1, open_low=True), "device.memory_utilization device.bandwidth_efficiency"),
+    (Range(0, 1, open_low=True), "device.kv_efficiency device.link_efficiency"),
+    (Range(0, 1, open_low=True), "device.compute_efficiency device.attention_efficiency"),
 )
 RANGES = {key: allowed for allowed, keys in _ROWS for key in keys.split()}
 

@@ -18,15 +18,9 @@ from harness.config.schema import RunConfig
 SUFFIXES = (".yaml", ".yml")
 # The keys with free text that a file may set: words that are shown, and files that are read.
 _SHOWN = (
-    "name",
-    "trace.name",
-    "model.name",
-    "model.family",
-    "device.name",
-    "device.fitted_from",
-    "device.fits",
+    "name", "trace.name", "model.name", "model.family", "device.name", "device.fitted_from", "device.fits",
     "device.seen",
-)
+)  # fmt: skip
 _READ = (
     *("trace.path", "trace.tokenizer", "model.path", "decoding.beam_parents", "decoding.draft_path"),
     *("cost.operators", "cost.kernels", "report.kernels"),

@@ -198,16 +198,9 @@ def _recording(point: Point, watching: _Watching, log: RunLog, label: str) -> Re
 
 
 _MODELS = (
-    "opt_13b",
-    "llama2_7b",
-    "llama3_8b",
-    "llama3_70b",
-    "mistral_7b",
-    "qwen3_8b",
-    "qwen3_32b",
-    "opt_66b",
+    "opt_13b", "llama2_7b", "llama3_8b", "llama3_70b", "mistral_7b", "qwen3_8b", "qwen3_32b", "opt_66b",
     "opt_175b",
-)
+)  # fmt: skip
 _WORKLOADS = ("sosp23_sharegpt", "sosp23_alpaca", "sosp23_chatbot", "azure_conv")
 _SAMPLED = 200
 

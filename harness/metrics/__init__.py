@@ -39,23 +39,15 @@ QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 """The quantiles given for every distribution, beside its mean."""
 
 _LATENCIES = (
-    (
-        "ttft",
-        "TTFT",
-        "s",
-        "time to first token: from arrival to the end of the step that chose the first token",
-    ),
+    ("ttft", "TTFT", "s",
+     "time to first token: from arrival to the end of the step that chose the first token"),
     ("tpot", "TPOT", "s", "time per output token: (E2E − TTFT) / (output tokens − 1), for outputs above 1"),
     ("itl", "ITL", "s", "inter-token latency: every gap between two tokens of one sequence"),
     ("e2e", "E2E latency", "s", "from arrival to the end of the step that chose the last token"),
     ("norm_latency", "normalized latency", "s/token", "E2E latency / output tokens of one sequence"),
-    (
-        "queue",
-        "queue time",
-        "s",
-        "from arrival to the start of the first step that ran a token of the request",
-    ),
-)
+    ("queue", "queue time", "s",
+     "from arrival to the start of the first step that ran a token of the request"),
+)  # fmt: skip
 
 _STATE_MEANING = {
     "token": "K and V that a live sequence attends to; a shared slot counts once",
@@ -102,13 +94,10 @@ def _waste_shares() -> Iterator[Metric]:
     for name, meaning in WASTE_COLUMNS.items():
         better: Better = "neither" if name in ("token", "cached", "reserved", "free") else "lower"
         label = f"{name.replace('_', ' ')}, of the pools' bytes"
-        yield Metric(
-            f"waste_{name}",
-            label,
-            SHARE,
-            f"time-weighted share of the bytes of all pools that are {meaning}; where layers are in groups",
-            better,
+        whole = (
+            f"time-weighted share of the bytes of all pools that are {meaning}; where layers are in groups"
         )
+        yield Metric(f"waste_{name}", label, SHARE, whole, better)
 
 
 _MEMORY = (
@@ -233,15 +222,7 @@ METRICS: Mapping[str, Metric] = {
 """Every metric by name, in the order in which tables show them."""
 
 HEADLINE = (
-    "output_throughput",
-    "ttft_p50",
-    "ttft_p99",
-    "tpot_p50",
-    "itl_p99",
-    "norm_latency_mean",
-    "internal_share",
-    "utilisation",
-    "hit_ratio",
-    "attention_per_decode_step",
-)
+    "output_throughput", "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "norm_latency_mean",
+    "internal_share", "utilisation", "hit_ratio", "attention_per_decode_step",
+)  # fmt: skip
 """The metrics that verdicts and pictures show first: throughput, latency, fragmentation, sharing, kernel time."""

@@ -77,18 +77,10 @@ AT: StepFeatures[int] = StepFeatures(*range(len(FEATURES)))
 """The column number of each feature, by its name: `features[AT.tokens]`."""
 
 ATTENTION_FEATURES = (
-    "decode_rows",
-    "decode_steps",
-    "decode_kv",
-    "decode_distinct_kv",
-    "decode_padded_kv",
-    "decode_padded_blocks",
-    "prefill_rows",
-    "prefill_tokens",
-    "prefill_kv",
-    "prefill_blocks",
+    "decode_rows", "decode_steps", "decode_kv", "decode_distinct_kv", "decode_padded_kv",
+    "decode_padded_blocks", "prefill_rows", "prefill_tokens", "prefill_kv", "prefill_blocks",
     "prefill_work",
-)
+)  # fmt: skip
 """The features that the time of the attention kernels depends on."""
 
 

@@ -283,58 +283,37 @@ def _take_probe(found: _Found) -> None:
 
 READERS: dict[str, tuple[Callable[[_Head], bool], _Reader]] = {
     "the log of pagetwin_probe": (lambda head: head.has("pagetwin_probe"), _probed),
-    "requests.jsonl of LLMServingSim's recorder": (
-        lambda head: head.has("input_toks", "queued_ts"),
-        _log(exports.read_recorded_requests),
-    ),
+    "requests.jsonl of LLMServingSim's recorder":
+        (lambda head: head.has("input_toks", "queued_ts"), _log(exports.read_recorded_requests)),
     "its timeseries.csv": (lambda head: head.first.startswith(",".join(SERIES_COLUMNS[:2])), _series),
     "a trace of PageTwin": (lambda head: head.has("header"), _workload),
-    "the result of `vllm bench serve --save-detailed`": (
-        lambda head: head.has(*BENCH_KEYS),
-        _log(exports.read_bench_result),
-    ),
-    "OpenTelemetry spans (OTLP JSON, Jaeger)": (
-        lambda head: "resourceSpans" in head.object or ("data" in head.object and '"spans"' in head.text),
-        _log(exports.read_spans),
-    ),
-    "a result of inference-engine-benchmark-system": (
-        lambda head: head.has(*exports.LEVEL_KEYS),
-        _log(exports.read_levels),
-    ),
+    "the result of `vllm bench serve --save-detailed`":
+        (lambda head: head.has(*BENCH_KEYS), _log(exports.read_bench_result)),
+    "OpenTelemetry spans (OTLP JSON, Jaeger)":
+        (lambda head: "resourceSpans" in head.object or ("data" in head.object and '"spans"' in head.text),
+         _log(exports.read_spans)),
+    "a result of inference-engine-benchmark-system":
+        (lambda head: head.has(*exports.LEVEL_KEYS), _log(exports.read_levels)),
     "GuideLLM's JSON": (lambda head: head.has("benchmarks"), _log(exports.read_guidellm)),
-    "AIPerf's profile_export.jsonl": (
-        lambda head: all(f'"{word}"' in head.text for word in ("metadata", "metrics", "request_start_ns")),
-        _log(exports.read_aiperf),
-    ),
-    "SGLang's request log": (
-        lambda head: printed.is_sglang_log(head.text),
-        _log(printed.read_sglang_requests),
-    ),
-    "a CSV of " + ", ".join(PLAIN_COLUMNS): (
-        lambda head: {"arrival_s", "first_token_s"} <= set(head.first.split(",")),
-        _log(exports.read_plain),
-    ),
-    "JSON lines with the same names": (
-        lambda head: head.has("arrival_s", "first_token_s"),
-        _log(exports.read_plain),
-    ),
-    "the engine's arguments as JSON": (
-        lambda head: head.first.startswith("{") and settings_files.is_json_settings(head.object),
-        _settings(settings_files.read_json_settings),
-    ),
-    "vLLM's YAML for --config": (
-        lambda head: head.name.endswith((".yaml", ".yml")),
-        _settings(settings_files.read_yaml_settings),
-    ),
-    "a server's log": (
-        lambda head: printed.is_server_log(head.text) or printed.is_request_log(head.text),
-        _server_log,
-    ),
-    "a command line": (
-        lambda head: settings_files.is_command(head.text),
-        _settings(settings_files.read_command),
-    ),
-}
+    "AIPerf's profile_export.jsonl":
+        (lambda head: all(f'"{word}"' in head.text for word in ("metadata", "metrics", "request_start_ns")),
+         _log(exports.read_aiperf)),
+    "SGLang's request log":
+        (lambda head: printed.is_sglang_log(head.text), _log(printed.read_sglang_requests)),
+    "a CSV of " + ", ".join(PLAIN_COLUMNS):
+        (lambda head: {"arrival_s", "first_token_s"} <= set(head.first.split(",")), _log(exports.read_plain)),
+    "JSON lines with the same names":
+        (lambda head: head.has("arrival_s", "first_token_s"), _log(exports.read_plain)),
+    "the engine's arguments as JSON":
+        (lambda head: head.first.startswith("{") and settings_files.is_json_settings(head.object),
+         _settings(settings_files.read_json_settings)),
+    "vLLM's YAML for --config":
+        (lambda head: head.name.endswith((".yaml", ".yml")), _settings(settings_files.read_yaml_settings)),
+    "a server's log":
+        (lambda head: printed.is_server_log(head.text) or printed.is_request_log(head.text), _server_log),
+    "a command line":
+        (lambda head: settings_files.is_command(head.text), _settings(settings_files.read_command)),
+}  # fmt: skip
 
 
 # -- the requests on one clock ----------------------------------------------------------------------------------------

@@ -31,29 +31,12 @@ if TYPE_CHECKING:
     from paged_kernels.scoring import Scoring
 
 __all__ = [
-    "BACKENDS",
-    "BackendChoice",
-    "BackendUnavailableError",
-    "DeviceError",
-    "DtypeError",
-    "KernelError",
-    "OptionError",
-    "Scoring",
-    "ShapeError",
-    "StrideError",
-    "TableError",
-    "Workspace",
-    "WorkspaceError",
-    "cascade_attention_decode",
-    "choose_backend",
-    "copy_blocks",
-    "merge_attn_states",
-    "paged_attention_decode",
-    "paged_attention_prefill",
-    "reshape_and_cache",
-    "resolve_backend",
+    "BACKENDS", "BackendChoice", "BackendUnavailableError", "DeviceError", "DtypeError", "KernelError",
+    "OptionError", "Scoring", "ShapeError", "StrideError", "TableError", "Workspace", "WorkspaceError",
+    "cascade_attention_decode", "choose_backend", "copy_blocks", "merge_attn_states",
+    "paged_attention_decode", "paged_attention_prefill", "reshape_and_cache", "resolve_backend",
     "swap_blocks",
-]
+]  # fmt: skip
 _PLACES = ("attention", "backends", "cache_ops", "checks", "memory", "scoring")
 
 
