@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-from traces.synth.tables import TABLES, CalibrationTable, load_table
+from traces.synth.generator import TABLES, CalibrationTable, load_table
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,8 @@ from harness.config.schema import RunConfig
 from harness.console import numbered, one_line, remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import remove_leftovers
-from harness.store.commit import Layout
+from harness.store.commit import Layout, StoreContent
 from harness.store.manifest import Manifest, derived_faults, read_manifest, without_digest
-from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import SURVEY, Health, examine, is_survey_damaged, set_aside, survey
 from harness.sweep.execute import execute

@@ -15,9 +15,8 @@ from harness.config.schema import Figures, Paper, ReportConfig
 from harness.console import one_line, remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import exclusive, refuse_links
-from harness.store.commit import Layout
+from harness.store.commit import Layout, read_store
 from harness.store.manifest import Manifest, derived_faults, read_manifest, with_report, write_manifest
-from harness.store.reading import read_store
 from harness.store.remote import RemoteStore, shown
 from harness.store.summary import SummaryRows, write_summary
 from harness.sweep.execute import SweepOutcome

@@ -21,9 +21,8 @@ from harness.config.paths import is_url
 from harness.console import counted, numbered, planning, remark, say
 from harness.store import StoreError
 from harness.store.atomic import check_writable, exclusive, remove_leftovers
-from harness.store.commit import Layout, forget_runs
+from harness.store.commit import Layout, StoreContent, forget_runs
 from harness.store.manifest import Manifest, SweepPoint, keep_report, still_there, write_manifest
-from harness.store.reading import StoreContent
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
 from harness.sweep import plan

@@ -23,8 +23,7 @@ from harness.cluster.job import Order, groups_of, submit
 from harness.config.errors import ConfigError
 from harness.console import install_hint, numbered
 from harness.store import ForeignFileError, StoreError, StoreVersionError
-from harness.store.commit import Layout
-from harness.store.reading import read_file
+from harness.store.commit import Layout, read_file
 from harness.store.survey import survey
 from harness.sweep.execute import Done, PointRunner, store_failure
 from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan

@@ -18,7 +18,7 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from harness.config.errors import ConfigError
 from harness.config.foreign import accept
 from harness.config.groups import groups, list_options, option_file
-from harness.config.overrides import renamed
+from harness.config.overrides import config_keys, renamed
 from harness.config.schema import RunConfig
 
 BASE = "base"
@@ -146,15 +146,8 @@ def apply_option_file(tree: DictConfig, group: str, named: str) -> None:
             OmegaConf.update(tree, f"{group}.{key}", value, merge=False)
         except OmegaConfBaseException:
             place = found[key][1] if key in found else None
-            wanted = _expected(_defaults(group)[key])
+            wanted = config_keys()[f"{group}.{key}"].expected
             raise _error(file, place, f"{group}.{key}", f"found {value!r}, must be {wanted}") from None
-
-
-def _expected(default: Any) -> str:
-    """What a value must be, in words, by the schema's default."""
-    if isinstance(default, StrEnum):
-        return "one of " + ", ".join(type(default))
-    return {bool: "true or false", int: "a whole number", float: "a number"}.get(type(default), "text")
 
 
 def _defaults(group: str) -> dict[str, Any]:

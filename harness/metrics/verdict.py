@@ -167,10 +167,8 @@ class MetricVerdict:
     metric: Metric
     points: int
     median_error: float
-    interval: tuple[float, float] | None
     worst_error: float
     worst_point: str
-    median_spread: float | None
     worst_spread: float | None
     bound: float | None
     reach: float | None
@@ -271,7 +269,6 @@ def _point_errors(records: Sequence[PointRecord], names: frozenset[str]) -> dict
 def _judge_metric(
     metric: Metric, found: Sequence[PointError], runs: Sequence[Sequence[float]]
 ) -> MetricVerdict:
-    sizes = [abs(point.error) for point in found]
     spreads = [point.spread for point in found if point.spread is not None]
     worst = max(found, key=lambda point: abs(point.error))
     bounds, floor = error_bounds(found), noise_floor(runs, share=metric.is_share)
@@ -279,11 +276,9 @@ def _judge_metric(
     return MetricVerdict(
         metric=metric,
         points=len(found),
-        median_error=median(sizes),
-        interval=median_interval(sizes),
+        median_error=median(abs(point.error) for point in found),
         worst_error=worst.error,
         worst_point=worst.label,
-        median_spread=median(spreads) if spreads else None,
         worst_spread=max(spreads, default=None),
         bound=bound,
         reach=reach,

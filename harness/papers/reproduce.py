@@ -17,8 +17,8 @@ from harness.config.overrides import quoted
 from harness.metrics.record import PointRecord
 from harness.papers import sizes
 from harness.store.atomic import exclusive, remove_leftovers
+from harness.store.commit import read_store
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
-from harness.store.reading import read_store
 from harness.sweep.execute import execute
 from harness.sweep.plan import SweepPlan, plan_sweep, run_request
 

@@ -7,26 +7,7 @@ from typing import TYPE_CHECKING, Any
 from engine.runtime.options import Dtype, KVDtype
 from harness.config.errors import ConfigError
 from harness.config.schema import CostKind, EngineDevice, WeightDtype
-from harness.cost.published import (
-    Limits,
-    PublishedCost,
-    TableSetup,
-    check_package,
-    compiled,
-    described,
-    step_tables,
-    system_of,
-)
-from harness.cost.roofline import (
-    ASSUMED,
-    DATASHEET,
-    REFERENCE,
-    UNCERTAINTY,
-    DeviceShape,
-    RooflineCost,
-    origin_of,
-    origins,
-)
+from harness.cost import published, roofline
 from harness.cost.seen import NEW, NOT_KEPT, seen_of
 from harness.cost.timings import NATIVE
 from harness.environment import engine_kernels
@@ -48,7 +29,7 @@ _WEIGHTS = {
 _DTYPES = {Dtype.float32: "fp32", Dtype.bfloat16: "bf16", Dtype.float16: "fp16"}
 
 
-def table_setup(deployment: Deployment) -> TableSetup:
+def table_setup(deployment: Deployment) -> published.TableSetup:
     """The tables' view of the point's model, devices and engine.
 
     Raises:
@@ -57,11 +38,11 @@ def table_setup(deployment: Deployment) -> TableSetup:
             form that no table has.
     """
     for name in ("bandwidth_gbs", "tflops"):
-        if (origin := origin_of(deployment.device, name)).startswith("as the user set it"):
+        if (origin := roofline.origin_of(deployment.device, name)).startswith("as the user set it"):
             reason = f"{origin}, but published takes its seconds from timings of the device itself"
             raise ConfigError(f"device.{name}", f"{reason}; leave it out, or use cost=roofline")
-    check_package()
-    system_of(deployment.device.name)
+    published.check_package()
+    published.system_of(deployment.device.name)
     if deployment.decoding.draft_tokens:
         raise ConfigError("decoding.draft_tokens", "published does not price draft passes; use cost=roofline")
     model = deployment.model
@@ -71,7 +52,7 @@ def table_setup(deployment: Deployment) -> TableSetup:
             "model.weight_dtype",
             "mxfp4, but the tables have it for experts alone; set model.experts_only=true, or use cost=roofline",
         )
-    return TableSetup(
+    return published.TableSetup(
         device=deployment.device.name,
         engine=deployment.cost.engine,
         parallel=deployment.device.tensor_parallel,
@@ -84,16 +65,18 @@ def table_setup(deployment: Deployment) -> TableSetup:
     )
 
 
-def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> PublishedCost:
+def published_cost(
+    deployment: Deployment, setup: published.TableSetup | None = None
+) -> published.PublishedCost:
     """The cost model. The tables of a setup are made once in a process, up to the next powers of two of its limits.
 
     `setup` names a quantisation that no key of the configuration has; None: the configuration's.
     """
     if setup is None:
         setup = table_setup(deployment)
-        compiled(setup)
+        published.compiled(setup)
     scheduler = deployment.scheduler
-    limits = Limits(
+    limits = published.Limits(
         rows=_power_of_two(scheduler.max_running),
         tokens=_power_of_two(max(scheduler.max_batched_tokens, scheduler.max_running)),
         sequence=_power_of_two(deployment.longest),
@@ -102,7 +85,7 @@ def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> P
     anchors = asked.tables_attention, asked.tables_dense
     fitted = f"fitted to {asked.fitted_from}" if asked.fitted_from else None
     provenance = {
-        **described(setup),
+        **published.described(setup),
         "model": deployment.model.name,
         # constants that are no operator's: the host's time of a step, and the links of moved blocks
         "step_overhead_us": asked.step_overhead_us,
@@ -111,13 +94,17 @@ def published_cost(deployment: Deployment, setup: TableSetup | None = None) -> P
         "from": {
             "operators": "published timings",
             **dict.fromkeys(("step_overhead_us", *ANCHORS), fitted or "assumed"),
-            **{name: origin_of(asked, name) for name in DATASHEET if name.startswith("host")},
+            **{
+                name: roofline.origin_of(asked, name)
+                for name in roofline.DATASHEET
+                if name.startswith("host")
+            },
         },
     }
     identity = f"published:{setup}:{asked.step_overhead_us}:{anchors}:{device}"
     source = CostSource("published", asked.name, identity, provenance)
-    moves = RooflineCost(deployment.shape, device)
-    return PublishedCost(step_tables(setup, limits), moves, source, anchors)
+    moves = roofline.RooflineCost(deployment.shape, device)
+    return published.PublishedCost(published.step_tables(setup, limits), moves, source, anchors)
 
 
 ANCHORS = ("tables_attention", "tables_dense")
@@ -143,14 +130,14 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
     wanted = deployment.cost.bounds
     if wanted is None:
         wanted = len(point.trace.requests) <= MOST_REQUESTS
-    if not wanted or not isinstance(cost, RooflineCost):
+    if not wanted or not isinstance(cost, roofline.RooflineCost):
         return None
     if deployment.device.name == EngineDevice.cpu.value:
         return None
     devices = {"datasheet": deployment.hardware.bound}
     if deployment.device.fitted_from is None:
         devices |= {"fast_end": _at_end(deployment, True), "slow_end": _at_end(deployment, False)}
-    ends = {name: RooflineCost(cost.model, device, cost.draft) for name, device in devices.items()}
+    ends = {name: roofline.RooflineCost(cost.model, device, cost.draft) for name, device in devices.items()}
     found = {name: predict(point, end, rows=False).metrics for name, end in ends.items()}
     return {end: {name: found[end][name] for name in METRICS if name in found[end]} for end in found}
 
@@ -161,16 +148,16 @@ def at_end(deployment: Deployment, cost: CostModel, fastest: bool) -> CostModel 
     None where nothing is known of its error: it is no roofline of a GPU's datasheet, or was fitted to a log.
     """
     device, on_cpu = deployment.device, deployment.device.name == EngineDevice.cpu.value
-    if not isinstance(cost, RooflineCost) or on_cpu or device.fitted_from is not None:
+    if not isinstance(cost, roofline.RooflineCost) or on_cpu or device.fitted_from is not None:
         return None
-    return RooflineCost(cost.model, _at_end(deployment, fastest), cost.draft)
+    return roofline.RooflineCost(cost.model, _at_end(deployment, fastest), cost.draft)
 
 
-def _at_end(deployment: Deployment, fastest: bool) -> DeviceShape:
+def _at_end(deployment: Deployment, fastest: bool) -> roofline.DeviceShape:
     """The device with every assumed constant at the end of its range where steps are shortest, or longest."""
     device = deployment.device
     ends: dict[str, Any] = {}
-    for name, (low, high) in ASSUMED.items():
+    for name, (low, high) in roofline.ASSUMED.items():
         value = getattr(device, name)
         larger_is_faster = name.endswith("efficiency")
         ends[name] = max(high, value) if larger_is_faster == fastest else min(low, value)
@@ -275,7 +262,7 @@ def check_cost(deployment: Deployment) -> None:
             raise ConfigError("cost.operators", reason)
         cost_model(deployment)
     elif kind is CostKind.published:
-        compiled(table_setup(deployment))
+        published.compiled(table_setup(deployment))
     elif takes_timed_kernels(deployment):
         from harness.cost.kernel_table import kernel_shapes
 
@@ -377,7 +364,7 @@ def cost_model(deployment: Deployment) -> CostModel:
     One of constants that were fitted to a log has the range of that log's steps, and says what is new to it.
     """
     cost, device = _cost_model(deployment), deployment.device
-    if device.fitted_from is None or not isinstance(cost, RooflineCost | PublishedCost):
+    if device.fitted_from is None or not isinstance(cost, roofline.RooflineCost | published.PublishedCost):
         return cost
     new, hull = NOT_KEPT, cost.source.hull
     if device.seen is not None:
@@ -394,19 +381,19 @@ def _cost_model(deployment: Deployment) -> CostModel:
     if kind is CostKind.published:
         return published_cost(deployment)
     if kind in _PREDICTED:
-        cost = RooflineCost(deployment.shape, deployment.hardware, deployment.draft)
+        cost = roofline.RooflineCost(deployment.shape, deployment.hardware, deployment.draft)
         provenance = {
             **cost.source.provenance,
             "model": deployment.model.name,
-            "from": origins(deployment.device),
+            "from": roofline.origins(deployment.device),
         }
         if (factor := cost.device.block_size_factor) is not None:
             provenance["block size"] = {
                 "what": "static model of our Triton decode kernel, not measured",
                 "factor": factor,
                 "block_size": deployment.cache.block_size,
-                "of": f"seconds of decode attention at block size {REFERENCE}",
-                "uncertainty": UNCERTAINTY,
+                "of": f"seconds of decode attention at block size {roofline.REFERENCE}",
+                "uncertainty": roofline.UNCERTAINTY,
             }
         cost.source = replace(cost.source, provenance=provenance)
         if kind is CostKind.roofline:

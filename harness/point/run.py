@@ -25,8 +25,7 @@ from harness.point.cost import (
     resolve_cost_kind,
     takes_timed_kernels,
 )
-from harness.point.error_levels import priced, teacher_forced
-from harness.point.record import files_of, make_record, tables_of
+from harness.point.record import files_of, make_record, priced, tables_of, teacher_forced
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec

@@ -13,15 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from harness.metrics.compute import (
-    RunningTotals,
-    Totals,
-    as_floats,
-    compute_metrics,
-    metrics_of_totals,
-    step_totals,
-    waste_shares,
-)
+from harness.metrics import compute
 from harness.metrics.log import BoolArray, Column, FloatArray, Outcome, RunLog, empty_log
 from harness.replay.cost_model import Amount, CostSource
 
@@ -129,15 +121,15 @@ class Prediction:
     metrics: dict[str, float]
     outcome: dict[str, int]
     extrapolated: dict[str, Any] | None
-    totals: Totals
+    totals: compute.Totals
     log: RunLog
 
 
 def prediction_of(log: RunLog, source: CostSource, *, rows: bool) -> Prediction:
     """The prediction that a kept run log stands for, with its `rows` or without."""
-    beyond, totals = extrapolated(source, log.steps), step_totals(as_floats(log.steps))
+    beyond, totals = extrapolated(source, log.steps), compute.step_totals(compute.as_floats(log.steps))
     kept = log if rows else empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
-    return Prediction(compute_metrics(log), log.outcomes, beyond, totals, kept)
+    return Prediction(compute.compute_metrics(log), log.outcomes, beyond, totals, kept)
 
 
 class Fold(Protocol):
@@ -214,7 +206,7 @@ class RunFold:
     chunk, keeps_rows = CHUNK, False
 
     def __init__(self, hull: Hull) -> None:
-        self._running = RunningTotals()
+        self._running = compute.RunningTotals()
         self._left: dict[str, Column] = {}  # steps that do not fill a chunk yet
         self._outcome = dict.fromkeys(Outcome, 0)
         self._extrapolated = ExtrapolatedSteps(hull)
@@ -261,8 +253,8 @@ class RunFold:
         """
         running, sizes = self._running, (capacity_slots, kv_bytes_per_token)
         return Prediction(
-            metrics_of_totals(running.totals, running.samples, self._span_s, *sizes)
-            | waste_shares(waste)
+            compute.metrics_of_totals(running.totals, running.samples, self._span_s, *sizes)
+            | compute.waste_shares(waste)
             | dict(tiers),
             {outcome.name.lower(): count for outcome, count in self._outcome.items()},
             self._extrapolated.section(),

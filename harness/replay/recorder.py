@@ -403,7 +403,7 @@ def waste_differs(one: RunLog, other: RunLog) -> int | None:
 class MeasuredRun:
     """A finished run: its log, its plans, and the number of audits, which compare slots with counters.
 
-    `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.executor`); None without one.
+    `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.engine`); None without one.
     `compared` says in how many steps another engine, which ran them, decided as ours; None on our own engine.
     """
 

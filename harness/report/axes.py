@@ -64,7 +64,7 @@ def find_axes(records: Sequence[PointRecord]) -> Axes:
     Dependent settings are no axes: those that differ only between policies, those that follow from a named choice (a
     model's shape follows from `model.name`), and those that vary together with an earlier axis.
     """
-    flat = [dict(flatten(record.config)) for record in records]
+    flat = [{k: v for k, v in leaves(record.config) if k not in _NOT_SETTINGS} for record in records]
     kept: dict[str, tuple[Value, ...]] = {}
     patterns: set[tuple[int, ...]] = set()
     policies = _groups(flat)
@@ -74,7 +74,7 @@ def find_axes(records: Sequence[PointRecord]) -> Axes:
         varied = [values for values in within if len(values) > 1]
         if key == POLICY or not varied or _follows(flat, key, kept) or pattern in patterns:
             continue
-        kept[key] = tuple(sorted(set[Value]().union(*varied), key=_order))
+        kept[key] = tuple(sorted(set[Value]().union(*varied), key=order))
         patterns.add(pattern)
     named = [text.partition("=")[0] for record in records[:1] for text in record.overrides]
     asked = sorted(kept, key=lambda key: named.index(key) if key in named else len(named))
@@ -98,12 +98,12 @@ def _pattern(column: Sequence[Value]) -> tuple[int, ...]:
     return tuple(first.setdefault(value, len(first)) for value in column)
 
 
-def flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
-    """Leaves of a nested configuration by dotted key, without `_NOT_SETTINGS`."""
-    for key, value in config.items():
+def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    """Leaves of a nested section by dotted key; lists become tuples."""
+    for key, value in section.items():
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in _NOT_SETTINGS:
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
             yield f"{prefix}{key}", tuple(value) if isinstance(value, list) else value
 
 
@@ -159,7 +159,7 @@ def _numbers(values: Sequence[Value]) -> list[float]:
     return [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
-def _order(value: Value) -> tuple[int, float, str]:
+def order(value: Value) -> tuple[int, float, str]:
     """A sort key: numbers by size, then words by letter, then unset values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return (2 if value is None else 1, 0.0, str(value))

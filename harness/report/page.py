@@ -9,22 +9,18 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import CLASSES, FLOOR_FACTOR, TIMES, WORST_FACTOR, Trust, Verdict
 from harness.report import provenance, tables, verdict_text
 from harness.report.answers import answers
-from harness.report.axes import POLICY, Axes, label, plain_point, reference, short_label
-from harness.report.figures.series import axis_scale, policy_style
+from harness.report.axes import POLICY, Axes, label, order, plain_point, reference, short_label
+from harness.report.figures.series import column_scale, policy_style
 from harness.report.study import MOST_POINTS, Study, spread
 from harness.report.style import Drawing, Picture, filled, inline
 from harness.report.tables import Table
-
-if TYPE_CHECKING:
-    pass
-
 
 EXPLORED = ("request_throughput", "output_throughput", "generated_throughput", "norm_latency_mean",
             "ttft_p50", "ttft_p99", "tpot_p50", "itl_p99", "e2e_mean", "queue_mean", "utilisation",
@@ -53,7 +49,7 @@ def points_json(study: Study, axes: Axes) -> str:
     known = [
         name for name in EXPLORED if any(record.value(name, "simulated") is not None for record in records)
     ]
-    scales = {name: _scale(name, records) for name in known}
+    scales = {name: column_scale(name, records) for name in known}
     content = {
         "axes": [_axis(records, key) for key in keys],
         "metrics": [
@@ -74,21 +70,9 @@ def points_json(study: Study, axes: Axes) -> str:
 
 def _axis(records: Sequence[PointRecord], key: str) -> dict[str, Any]:
     """A setting and its values. Cache policies bring the colours that they have in the figures."""
-    values = _values(records, key)
+    values = sorted({_plain_value(record.setting(key)) for record in records}, key=order)
     axis = {"key": key, "label": short_label(key), "values": values}
     return axis | ({"colours": [policy_style(value)["color"] for value in values]} if key == POLICY else {})
-
-
-def _scale(name: str, records: Sequence[PointRecord]) -> tuple[float, str]:
-    return axis_scale(name, max(abs(record.value(name, "simulated") or 0.0) for record in records))
-
-
-def _values(records: Sequence[PointRecord], key: str) -> list[Any]:
-    found = {_plain_value(record.setting(key)) for record in records}
-    return sorted(
-        found,
-        key=lambda value: (isinstance(value, str), value if not isinstance(value, str) else 0, str(value)),
-    )
 
 
 def _plain_value(value: Any) -> Any:

@@ -9,6 +9,7 @@ from harness.console import numbered
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord
 from harness.report import numbers
+from harness.report.axes import leaves
 from harness.report.study import Study
 from harness.report.tables import Table
 from harness.report.verdict_text import beside_figures
@@ -54,9 +55,9 @@ def facts_table(section: str, records: Sequence[PointRecord], *, without: Sequen
     """
     found: dict[str, dict[Any, None]] = {}
     for record in records:
-        for key, value in map(_dated, _leaves(getattr(record, section))):
+        for key, value in map(_dated, leaves(getattr(record, section))):
             if key.partition(".")[0] not in without:
-                found.setdefault(key, {})[tuple(value) if isinstance(value, list) else value] = None
+                found.setdefault(key, {})[value] = None
     return Table(["", ""], [[_words(key), _together(list(values))] for key, values in found.items()], words=2)
 
 
@@ -251,14 +252,6 @@ def _together(values: list[Any]) -> str:
     )
 
 
-def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            yield from _leaves(item, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", item
-
-
 def _dated(fact: tuple[str, Any]) -> tuple[str, Any]:
     """The fact with a time in seconds since 1970 turned into a date. A date stays unchanged."""
     key, value = fact
@@ -418,7 +411,7 @@ def extrapolation_notes(records: Sequence[PointRecord]) -> list[str]:
         return []
     label, worst = max(outside.items(), key=lambda item: float(item[1]["share_of_time"]))
     why = ", ".join(f"{name} ({count:,} steps)" for name, count in worst["by"].items())
-    points = "1 point predicts" if len(outside) == 1 else f"{len(outside):,} points predict"
+    points = f"{numbered(len(outside), 'point')} predict{'s' if len(outside) == 1 else ''}"
     return [
         f"Extrapolation: {points} steps outside the range that the cost model was measured on; at most "
         f"{100 * worst['share_of_time']:.1f} % of the predicted time, at {label}: {why}."

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from harness.metrics.record import PointRecord
 from harness.store import ForeignFileError
-from harness.store.commit import Layout
+from harness.store.commit import Layout, StoreContent, point_names, read_point, read_store, read_table
 from harness.store.manifest import Manifest, read_manifest
-from harness.store.reading import StoreContent, point_names, read_point, read_store, read_table
 from harness.store.survey import Seen, files_state, seen_point
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from harness.metrics.record import PointRecord
 from harness.metrics.verdict import MetricVerdict, Trust, Verdict
 from harness.report import numbers
 from harness.report.axes import POLICY, Axes, plain_words, short_label
-from harness.report.figures.series import axis_scale
+from harness.report.figures.series import column_scale
 from harness.report.study import MOST_POINTS, Study, spread
 from harness.report.style import latex_table
 
@@ -113,7 +113,7 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
     """Every point, ordered by its settings: prediction, measurement and error of a few metrics."""
     measured = any(record.measured for record in records)
     sides = ("predicted", "measured", "error") if measured else ("predicted",)
-    scales = {name: _scale(name, records) for name in _POINT_METRICS}
+    scales = {name: column_scale(name, records) for name in _POINT_METRICS}
     titles = [(f"{METRICS[name].label} ({unit})", len(sides)) for name, (_, unit) in scales.items()]
     oracles = sorted({f"vLLM {one['version']}" for record in records if (one := record.oracle)})
     groups = [("", 1 + len(axes.values)), *titles, *((f"same decisions as {name}", 1) for name in oracles)]
@@ -175,11 +175,6 @@ def _sort_key(record: PointRecord, axes: Axes) -> list[Any]:
         for key, v in zip(axes.values, values, strict=True)
     ]
     return [record.policy != "paged", record.policy, places, record.fingerprint]
-
-
-def _scale(name: str, records: Sequence[PointRecord]) -> tuple[float, str]:
-    """The scale and unit of a column, from its largest prediction."""
-    return axis_scale(name, max((record.value(name, "simulated") or 0.0 for record in records), default=0.0))
 
 
 def _figures(

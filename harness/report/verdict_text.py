@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from harness.console import numbered
 from harness.cost.seen import NEW
 from harness.metrics import HEADLINE, KEEPS_MORE, METRICS, Metric
 from harness.metrics.record import PointRecord
@@ -103,18 +104,22 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
     if study.failures:
         first = study.failures[0]
         trouble.append(
-            f"{_of_points(len(study.failures))} FAILED, first {first.label}: {first.message} ({first.path})"
+            f"{numbered(len(study.failures), 'point')} FAILED, first {first.label}: {first.message} ({first.path})"
         )
     if study.absent:
-        trouble.append(f"{_of_points(study.absent)} NOT run yet: the same command continues where it stopped")
+        trouble.append(
+            f"{numbered(study.absent, 'point')} NOT run yet: the same command continues where it stopped"
+        )
     if study.problems:
         trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
     if verdict.unfinished:
         label, words = next(iter(verdict.unfinished.items()))
         trouble.append(
-            f"NOT all requests finished at {_of_points(len(verdict.unfinished))}: {label}: {words}"
+            f"NOT all requests finished at {numbered(len(verdict.unfinished), 'point')}: {label}: {words}"
         )
-    trouble = trouble or [f"Everything finished: {_of_points(verdict.points)}, all requests on every side."]
+    trouble = trouble or [
+        f"Everything finished: {numbered(verdict.points, 'point')}, all requests on every side."
+    ]
     changes = (one for record in study.records for one in record.trace.get("changes") or ())
     return [*dict.fromkeys(f"Of the trace: {one}." for one in changes if one.startswith(UNREAD)), *trouble]
 
@@ -178,7 +183,8 @@ def soundness(verdict: Verdict) -> list[str]:
 def _counts_line(verdict: Verdict) -> str:
     if verdict.different:
         label, first = next(iter(verdict.different.items()))
-        return f"Counts DIFFER at {_of_points(len(verdict.different))} of {verdict.counted}, first at {label}: {first}"
+        points = numbered(len(verdict.different), "point")
+        return f"Counts DIFFER at {points} of {verdict.counted}, first at {label}: {first}"
     if not verdict.counted:
         return "Counts were not compared."
     return f"Counts identical at {verdict.counted} of {verdict.counted} points: same plans, block ids and copies."
@@ -189,10 +195,6 @@ def _audit_line(verdict: Verdict) -> str:
         return "The tensors were not audited."
     found = f"{verdict.audit_mismatches:,} mismatches" if verdict.audit_mismatches else "no mismatch"
     return f"Audit: written slots counted in the tensors {verdict.audit_checks:,} times, {found} with the counters."
-
-
-def _of_points(count: int) -> str:
-    return f"{count:,} point" if count == 1 else f"{count:,} points"
 
 
 def _more(count: int) -> str:
@@ -217,12 +219,14 @@ def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
     parts = []
     if points:
         parts.append(
-            f"the same decisions as vLLM {version} in {same:,} of {steps:,} steps at {_of_points(points)} "
+            f"the same decisions as vLLM {version} in {same:,} of {steps:,} steps at {numbered(points, 'point')} "
             "(rows, hits, block tables, evictions, preemptions)"
         )
     counted = [one for one in sections if points and one.get("equal_ids", 0) is None]
     if counted:
-        parts.append(f"with layers in groups ({_of_points(len(counted))}) free pages are counted, not named")
+        parts.append(
+            f"with layers in groups ({numbered(len(counted), 'point')}) free pages are counted, not named"
+        )
     if ids < same - sum(one.get("compared") or 0 for one in counted):
         parts.append(f"blocks have the same numbers in {ids:,} steps")
     stopped = [one["stopped"] for one in sections if one.get("stopped")]
@@ -230,7 +234,7 @@ def _oracle_line(version: str, sections: Sequence[Mapping[str, Any]]) -> str:
         parts.append(f"not compared after an allowed difference, {stopped[0]}{_more(len(stopped))}")
     if refused:
         parts.append(
-            f"{_of_points(len(refused))} not compared with vLLM: {refused[0]}{_more(len(set(refused)))}"
+            f"{numbered(len(refused), 'point')} not compared with vLLM: {refused[0]}{_more(len(set(refused)))}"
         )
     return f"Scheduler: {'; '.join(parts)}."
 
@@ -243,7 +247,7 @@ def pace_lines(records: Sequence[PointRecord]) -> list[str]:
     ratio = median(pace["ratio"] for _, pace in paced)
     low = min(pace.get("low", pace["ratio"]) for _, pace in paced)
     high = max(pace.get("high", pace["ratio"]) for _, pace in paced)
-    where = "1 point" if len(paced) == 1 else f"{len(paced):,} points"
+    where = numbered(len(paced), "point")
     if all(pace.get("by") == "yardstick" for _, pace in paced):
         since = " or the ".join(sorted({str(pace.get("since", "calibration")) for _, pace in paced}))
         return [

@@ -18,7 +18,7 @@ from harness.metrics import METRICS
 from harness.metrics.record import PointRecord
 from harness.report import style
 from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
-from harness.report.figures import curves, errors, memory, speed
+from harness.report.figures import curves, errors, memory
 from harness.report.page import ExtraSection, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
 from harness.report.tables import latex_files
@@ -46,10 +46,10 @@ FIGURES: Mapping[str, Callable[[Study, Axes], style.Picture]] = {
     "agreement": errors.draw_agreement,
     "memory": memory.draw_memory,
     "pool_over_time": memory.draw_pool,
-    "kernel": speed.draw_kernel,
+    "kernel": curves.draw_kernel,
     "levels": errors.draw_levels,
-    "tradeoff": speed.draw_tradeoff,
-    "heat": speed.draw_heat,
+    "tradeoff": curves.draw_tradeoff,
+    "heat": curves.draw_heat,
     "waste": memory.draw_waste,
 }
 _WHERE_KNOWN = (memory.draw_causes, memory.draw_groups, memory.draw_hits)

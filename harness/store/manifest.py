@@ -12,7 +12,16 @@ from typing import Any
 from harness.config.foreign import Foreign
 from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.atomic import write_files
-from harness.store.commit import DAMAGED, SCHEMA, Layout, digest_of, file_fault, read_sealed, sealed
+from harness.store.commit import (
+    DAMAGED,
+    SCHEMA,
+    Layout,
+    check_version,
+    digest_of,
+    file_fault,
+    read_sealed,
+    sealed,
+)
 
 _NAME = re.compile(r"\w{1,64}")  # of a point, whose folder has it: never a path
 
@@ -60,7 +69,7 @@ def read_manifest(root: Path) -> Manifest | None:
         return None
     try:
         value = read_sealed(path.read_bytes())
-        _check_version(path, value["schema"])
+        check_version(path, value["schema"])
         if value["report"] is not None and not _is_inside(value["report"]):
             raise ValueError(f"its report {value['report']!r} lies outside the store")
         where = (str(path), root)
@@ -164,14 +173,6 @@ def _is_inside(name: str) -> bool:
     """Whether a relative path stays in the folder that it starts from."""
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
-
-
-def _check_version(path: Path, version: object) -> None:
-    if version != SCHEMA:
-        raise StoreVersionError(
-            f"{path}: written with schema {version}, this PageTwin reads {SCHEMA}; "
-            "use the version that wrote it, or another folder with out=..."
-        )
 
 
 def _points(values: Sequence[dict[str, Any]]) -> tuple[SweepPoint, ...]:

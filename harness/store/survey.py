@@ -20,9 +20,8 @@ from typing import TypeVar
 
 from harness.console import remark
 from harness.metrics.record import PointRecord
-from harness.store import ForeignFileError, StoreError, StoreVersionError, reading, write_failed
+from harness.store import ForeignFileError, StoreError, StoreVersionError, commit, write_failed
 from harness.store.atomic import write_files
-from harness.store.commit import DAMAGED, Layout, digest_of, parquet_bytes
 from harness.workers import in_workers
 
 SURVEY = ".survey.parquet"
@@ -57,7 +56,7 @@ class Seen:
 
 def seen_point(record: PointRecord, files: str | None) -> Seen:
     """What is kept of a record that was read after `files_state` gave `files`."""
-    kept = reading.essentials(record)
+    kept = commit.essentials(record)
     took = kept.seconds.get("point")
     text = json.dumps({"config": kept.config, "trace": kept.trace}, sort_keys=True)
     return Seen(record.fingerprint, files, text, took if isinstance(took, float) else None)
@@ -69,7 +68,7 @@ def files_state(root: Path, name: str, now_ns: int) -> str | None:
     None where one changed so shortly before `now_ns` that a further change may not show, and where the point failed.
     """
     try:
-        with os.scandir(Layout(root).points / name) as entries:
+        with os.scandir(commit.Layout(root).points / name) as entries:
             files = sorted((entry.name, entry.stat()) for entry in entries)
     except OSError:
         return None  # reading it says why
@@ -80,18 +79,18 @@ def files_state(root: Path, name: str, now_ns: int) -> str | None:
     return hashlib.blake2b(repr(states).encode(), digest_size=16).hexdigest()
 
 
-def survey(root: Path) -> reading.StoreContent:
+def survey(root: Path) -> commit.StoreContent:
     """All points with the essentials of their records, sorted by fingerprint. Many are read in several processes.
 
     Raises:
         StoreVersionError: a file was written by a version of PageTwin with another record schema.
     """
-    names, now_ns = reading.point_names(root), time.time_ns()
+    names, now_ns = commit.point_names(root), time.time_ns()
     kept = _kept(root) if len(names) >= _WORTH_KEEPING else {}
     seen = {name: kept[name] for name in names if name in kept}
     seen = {name: one for name, one in seen.items() if files_state(root, name, now_ns) == one.files}
     left, known = [name for name in names if name not in seen], len(seen)
-    content = reading.StoreContent()
+    content = commit.StoreContent()
     for read, failures, problems in _by_parts(_read_part, root, left, now_ns):
         seen |= {one.point: one for one in read}
         content.failures |= failures
@@ -108,8 +107,8 @@ def keep_survey(root: Path, seen: Iterable[Seen]) -> None:
     settled = [one for one in seen if one.files is not None]
     columns = {name: [getattr(one, name) for one in settled] for name in _COLUMNS}
     try:
-        data = parquet_bytes(columns)
-        write_files(root, {SURVEY: digest_of(data).encode() + data})
+        data = commit.parquet_bytes(columns)
+        write_files(root, {SURVEY: commit.digest_of(data).encode() + data})
     except StoreError as error:
         remark(f"the survey of the store is not kept, so the next command reads all points again: {error}")
 
@@ -123,9 +122,9 @@ def _kept(root: Path) -> Kept:
     """What an earlier survey kept, by point; nothing where its file is missing, damaged or of another form."""
     try:
         data = (root / SURVEY).read_bytes()
-        if digest_of(data[_DIGITS:]).encode() != data[:_DIGITS]:
+        if commit.digest_of(data[_DIGITS:]).encode() != data[:_DIGITS]:
             return {}
-        columns = reading.read_columns(io.BytesIO(data[_DIGITS:]))
+        columns = commit.read_columns(io.BytesIO(data[_DIGITS:]))
         rows = zip(*(columns[name].tolist() for name in _COLUMNS), strict=True)
     except (OSError, ForeignFileError, KeyError):
         return {}
@@ -150,13 +149,13 @@ def _by_parts(task: Callable[[_Part], T], root: Path, names: Sequence[str], now_
     return in_workers(task, parts, workers)
 
 
-def _read_part(part: _Part) -> tuple[list[Seen], dict[str, reading.Failure], list[str]]:
+def _read_part(part: _Part) -> tuple[list[Seen], dict[str, commit.Failure], list[str]]:
     """Finished points, failures and problems of some points. A task of a worker process."""
-    content, seen = reading.StoreContent(), []
+    content, seen = commit.StoreContent(), []
     for name in part.names:
         files = files_state(part.root, name, part.now_ns)
-        found = reading.StoreContent(problems=content.problems)
-        reading.read_point(part.root, name, found, None)
+        found = commit.StoreContent(problems=content.problems)
+        commit.read_point(part.root, name, found, None)
         seen += [seen_point(record, files) for record in found.records.values()]
         content.failures |= {
             key: {name: failure[name] for name in ("label", "error") if name in failure}
@@ -187,14 +186,14 @@ class Health:
 def examine(root: Path) -> Health:
     """Compare everything under `root/points` with its digest, in several processes if it is much. Changes nothing."""
     health = Health()
-    for found in _by_parts(_examine_part, root, reading.point_names(root)):
+    for found in _by_parts(_examine_part, root, commit.point_names(root)):
         health.add(found)
     return health
 
 
 def _examine_part(part: _Part) -> Health:
     """The health of these points. A task of a worker process."""
-    health, layout = Health(), Layout(part.root)
+    health, layout = Health(), commit.Layout(part.root)
     for name in part.names:
         try:
             if layout.point(name).is_dir():
@@ -206,16 +205,16 @@ def _examine_part(part: _Part) -> Health:
     return health
 
 
-def _examine_point(layout: Layout, name: str, health: Health) -> None:
+def _examine_point(layout: commit.Layout, name: str, health: Health) -> None:
     record, failure = layout.record(name), layout.failure(name)
     if failure.exists():
-        reading.read_file(failure)
+        commit.read_file(failure)
     if not record.exists():
         tables = sorted(file.name for file in layout.point(name).glob("*.parquet"))
         if tables and not failure.exists():
             raise ForeignFileError(f"{layout.point(name)}: {tables[0]} lies there without a record")
         return
-    found = reading.finished_point(record)
+    found = commit.finished_point(record)
     health.records += 1
     health.files += len(found.digests or found.tables)
     health.undigested += not found.digest
@@ -227,11 +226,11 @@ def set_aside(root: Path, names: Sequence[str]) -> Path:
     Raises:
         StoreError: the store cannot be written.
     """
-    aside = root / DAMAGED
+    aside = root / commit.DAMAGED
     try:
         aside.mkdir(exist_ok=True)
         for name in names:
-            Layout(root).point(name).rename(_free(aside, name))
+            commit.Layout(root).point(name).rename(_free(aside, name))
     except OSError as error:
         raise write_failed(aside, error) from error
     return aside

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any, Protocol
@@ -26,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column
 from rich.text import Text
 
+from harness.config.checks import value_of
 from harness.config.schema import Place, RunConfig
 from harness.metrics.record import PointRecord
 from harness.sweep.plan import PlannedPoint, SweepPlan
@@ -106,7 +108,7 @@ class TimeModel:
         return Span(total, max(0.0, total - half), total + half)
 
     def _fit(self, config: RunConfig) -> TimeFit | None:
-        kind = _kind_of(config)
+        kind = _kind(partial(value_of, config))
         return self.fits.get(kind) or self.fits.get(kind[:1])
 
 
@@ -176,7 +178,7 @@ def time_model(records: Iterable[PointRecord]) -> TimeModel:
     for record in records:
         sample = _sample(record)
         if sample is not None:
-            kind, count = _kind(record.config), count + 1
+            kind, count = _kind(record.setting), count + 1
             seen.setdefault(kind, []).append(sample)
             seen.setdefault(kind[:1], []).append(sample)
     return TimeModel({kind: fitted(samples) for kind, samples in seen.items()}, count)
@@ -217,37 +219,19 @@ def work_of(config: RunConfig) -> int:
     return (config.workload.num_requests or _UNKNOWN) * (1 + config.replay.repeats if config.measure else 1)
 
 
-def _kind_of(config: RunConfig) -> Kind:
-    """What kind of point it is, whether it is measured first."""
-    model, beams = config.model, config.decoding.beam_width > 1
-    words = (config.cache.policy, model.name, model.path, config.device.name, config.cost.kind)
-    return (config.measure, *map(str, words), beams)
-
-
-def _kind(config: Mapping[str, Any]) -> Kind:
-    """The same of the settings in a record."""
-
-    def word(section: str, key: str) -> str:
-        return str((config.get(section) or {}).get(key))
-
-    beams = (config.get("decoding") or {}).get("beam_width") or 1
-    return (
-        bool(config.get("measure")),
-        *(word("cache", "policy"), word("model", "name"), word("model", "path"), word("device", "name")),
-        *(word("cost", "kind"), beams > 1),
-    )
+def _kind(setting: Callable[[str], Any]) -> Kind:
+    """What kind of point it is, whether it is measured first; `setting` gives the value at a dotted key."""
+    words = ("cache.policy", "model.name", "model.path", "device.name", "cost.kind")
+    beams = (setting("decoding.beam_width") or 1) > 1
+    return (bool(setting("measure")), *(str(setting(key)) for key in words), beams)
 
 
 def _sample(record: PointRecord) -> Sample | None:
     seconds, requests = record.seconds.get("point"), record.trace.get("requests")
     if not isinstance(seconds, float) or not isinstance(requests, int) or requests < 1 or seconds <= 0:
         return None
-    return float(requests * _runs(record.config)), seconds
-
-
-def _runs(config: Mapping[str, Any]) -> int:
-    repeats = (config.get("replay") or {}).get("repeats")
-    return 1 + repeats if config.get("measure") and isinstance(repeats, int) else 1
+    repeats = record.setting("replay.repeats") if record.setting("measure") else 0
+    return float(requests * (1 + repeats if isinstance(repeats, int) else 1)), seconds
 
 
 WORTH_SAYING_S = 30  # of time that a sweep takes

@@ -150,8 +150,7 @@ def add_synth(actions: "Actions") -> None:
 @user_errors_explained
 def run_synth(flags: argparse.Namespace) -> int:
     """Generate a trace, write it, and print the result of its calibration."""
-    from traces.synth.generator import generate_trace
-    from traces.synth.tables import PrefixSharing
+    from traces.synth.generator import PrefixSharing, generate_trace
 
     path = checked_output(flags.out, flags.overwrite)
     sharing = PrefixSharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None

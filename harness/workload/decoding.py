@@ -20,8 +20,7 @@ from harness.replay.beams import BeamGenealogy, Genealogy, RecordedGenealogy
 from harness.replay.branches import BranchSurvival, DraftAcceptance
 from harness.replay.cost_model import CostSource
 from harness.store import ForeignFileError
-from harness.store.commit import Layout
-from harness.store.reading import read_columns
+from harness.store.commit import Layout, read_columns
 from traces.trace import Trace, TraceRequest
 
 _WORDS = {Decoding.greedy: "of one sequence", Decoding.sample: "of {} samples", Decoding.beam: "of {} beams"}

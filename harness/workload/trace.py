@@ -29,8 +29,7 @@ from traces.errors import ParameterError, TraceError
 from traces.formats.rows import Encode
 from traces.reading import read_trace
 from traces.reshape import scale_lengths, set_rate, share_prefixes
-from traces.synth.generator import generate_trace
-from traces.synth.tables import PrefixSharing
+from traces.synth.generator import PrefixSharing, generate_trace
 from traces.trace import OPEN, Client, ClientKind, Trace, TraceRequest
 
 

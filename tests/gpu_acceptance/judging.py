@@ -16,7 +16,7 @@ from gpu_acceptance.kernel_goals import kernel_findings, timed_cases
 from harness.cost.grid import DECODE_AXES, PREFILL_AXES, Grid, grid_errors
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import judge
-from harness.store.reading import read_store
+from harness.store.commit import read_store
 
 _SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 MODELS = ("1b", "8b")

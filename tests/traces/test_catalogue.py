@@ -10,8 +10,7 @@ import yaml
 from harness.config.schema import TraceConfig, TraceFormat
 from traces.catalogue import catalogue, licence_of
 from traces.reading import READERS
-from traces.synth.generator import CHAT
-from traces.synth.tables import TABLES
+from traces.synth.generator import CHAT, TABLES
 
 CHOICES = sorted((Path(__file__).parents[2] / "conf" / "trace").glob("*.yaml"))
 

@@ -132,7 +132,8 @@ def draw_pool(study: Study, axes: Axes) -> Picture:
     cells = [(name, side) for name in names for side in sides]
     for panel, (name, side) in zip(grid, cells, strict=True):
         mine = data[data["policy"] == name]
-        _area(panel, mine[mine["side"] == side])
+        _areas(panel, mine[mine["side"] == side], {state: STATE_COLOURS[state] for state in SLOT_STATES})
+        panel.grid(visible=False)
         panel.set(title=f"{name}, {side}", ylim=(0, 100), xlim=(0, mine["time_s"].max()))
     for panel in grid[:: len(sides)]:
         panel.set_ylabel("slots of the pool (%)")
@@ -195,19 +196,18 @@ def _integral(at: Float, start: Float, seconds: Float, height: Float) -> Float:
     return np.asarray(np.interp(at, knots, sums, left=0.0), dtype=np.float64)
 
 
-def _area(panel: "Panel", data: "pd.DataFrame") -> None:
+def _areas(panel: "Panel", data: "pd.DataFrame", colours: Mapping[str, str], unit: float = 1.0) -> None:
+    """Columns of `data` over time, stacked, in multiples of `unit`."""
     bottom = np.zeros(len(data))
-    for state in SLOT_STATES:
-        top = bottom + data[state].to_numpy(np.float64)
-        panel.fill_between(
-            data["time_s"], bottom, top, color=STATE_COLOURS[state], linewidth=0, step="mid", label=state
-        )
+    for name, colour in colours.items():
+        top = bottom + data[name].to_numpy(np.float64) / unit
+        words = name.replace("_", " ")
+        panel.fill_between(data["time_s"], bottom, top, color=colour, linewidth=0, step="mid", label=words)
         bottom = top
-    panel.grid(visible=False)
 
 
 _GIB = 2**30
-_MOST_BARS = 12
+_MOST_BARS = 16  # points of a figure of bars
 _CAUSE_COLOURS = {
     "token": "#0072b2",
     "behind_window": "#d55e00",
@@ -281,13 +281,7 @@ def draw_groups(study: Study, axes: Axes) -> Picture:
     names = [f"group_{index}" for index in range(len(layers))]
     data = binned(steps, waste[[*WASTE_COLUMNS, *names]])
     figure, (causes, groups) = panels(PAGE_IN, 4.2, 2, 1)
-    bottom = 0 * data["time_s"]
-    for name, colour in _CAUSE_COLOURS.items():
-        top = bottom + data[name] / _GIB
-        causes.fill_between(
-            data["time_s"], bottom, top, color=colour, linewidth=0, step="mid", label=name.replace("_", " ")
-        )
-        bottom = top
+    _areas(causes, data, _CAUSE_COLOURS, _GIB)
     for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
         words = f"{index}: {layer['layers']} {layer['kind']}" + (
             f" {layer['window']:,}" if layer["window"] else ""
@@ -353,7 +347,6 @@ def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
     panel.set_ylim(bottom=0)
 
 
-_MOST_BARS = 16
 _HITS = ("hit_ratio", "optimal_hit_ratio")
 _NO_GROUPS = "no groups"
 _LINES = ("-", "--", ":", "-.", "-", "--")

@@ -77,6 +77,12 @@ def axis_scale(name: str, largest: float) -> tuple[float, str]:
     return 1e9, f"ns{rest}"
 
 
+def column_scale(name: str, records: Sequence[PointRecord]) -> tuple[float, str]:
+    """The scale and unit of a column of a table, from its largest prediction."""
+    found = (abs(record.value(name, "simulated") or 0.0) for record in records)
+    return axis_scale(name, max(found, default=0.0))
+
+
 def value_axis(panel: "Panel", key: str, values: Sequence[float], *, most: int = 7) -> None:
     """The x axis of a swept setting: at most `most` of its values as ticks, and logarithmic from a factor of 4 on."""
     low, high = min(values), max(values)

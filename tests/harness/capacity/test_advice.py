@@ -20,7 +20,7 @@ from harness.config.values import replaced
 from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord
 from harness.point.cost import cost_model
-from harness.store.reading import StoreContent
+from harness.store.commit import StoreContent
 from harness.workload.point import resolve
 from harness.workload.simulate import simulate
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile
@@ -281,7 +281,7 @@ def test_a_class_that_a_record_names_is_never_imported(
     record = PointRecord(overrides=[trace, "trace=file", word])
     content = StoreContent({"point": record})
     (tmp_path / "store" / "points").mkdir(parents=True)
-    monkeypatch.setattr("harness.store.reading.read_store", lambda root: content)
+    monkeypatch.setattr("harness.store.commit.read_store", lambda root: content)
     assert main(["advise", "store"]) == 2
     said = capsys.readouterr().err
     assert "scheduler.order: the record of point in store names code to run, 'stranger:Order'" in said

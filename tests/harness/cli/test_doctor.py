@@ -13,9 +13,9 @@ import pytest
 
 from harness.cli.main import main
 from harness.store import ForeignFileError, survey
+from harness.store.commit import read_store
 from harness.store.manifest import Manifest, SweepPoint, checked_summary, write_manifest
 from harness.store.manifest import read_manifest as read_or_none
-from harness.store.reading import read_store
 
 Cli = Callable[..., tuple[int, str, str]]
 STORE = Path("results/default")

@@ -12,8 +12,7 @@ from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
 from harness.config.foreign import Foreign
 from harness.config.overrides import config_keys, parse_override
-from harness.store import reading
-from harness.store.commit import sealed
+from harness.store.commit import finished_point, sealed
 
 ROOT = Path(__file__).resolve().parents[3]
 REFUSED = (
@@ -80,7 +79,7 @@ def test_the_overrides_of_a_record_are_foreign(tmp_path: Path) -> None:
     file = tmp_path / "points" / "p" / "record.json"
     file.parent.mkdir(parents=True)
     file.write_bytes(sealed({"schema": 1, "fingerprint": "p", "config": {}, "overrides": ["a=b"]}))
-    assert type(reading.finished_point(file).overrides[0]) is Foreign
+    assert type(finished_point(file).overrides[0]) is Foreign
 
 
 @pytest.mark.parametrize("line", ["execute.setup=touch x", "execute=ray", "execute.address=evil:1", "out=/"])

@@ -19,7 +19,7 @@ from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.config.schema import AllowedDifference
 from harness.oracle.check import OracleError, VllmProcess, vllm_version
-from harness.store.reading import read_store
+from harness.store.commit import read_store
 
 TRACES = Path(__file__).parents[2] / "data" / "traces"
 SEEDS = tier(4, 60)

@@ -7,7 +7,7 @@ from sim_cases import LinearCost, replay, request
 from harness.metrics import METRICS
 from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord, comparison_error
-from harness.point.error_levels import ATTRIBUTED, attribution, divergence, priced, suspect, with_step_times
+from harness.point.record import ATTRIBUTED, attribution, divergence, priced, suspect, with_step_times
 from harness.replay.arrivals import TimedRequest
 from harness.replay.recorder import MeasuredRun
 from harness.report.provenance import (

@@ -10,7 +10,7 @@ from tiers import cases
 
 from harness.metrics.record import PointRecord
 from harness.report.axes import find_axes
-from harness.report.figures import curves, errors, memory, speed
+from harness.report.figures import curves, errors, memory
 from harness.report.figures.series import policies, policy_line, value_axis
 from harness.report.study import read_study
 from harness.report.style import MOST_DRAWN_MARKS, STATE_COLOURS, Drawing, new_figure, style, svg_bytes
@@ -54,7 +54,7 @@ def test_no_two_baselines_look_alike_in_the_curves(study):
 
 def test_attention_is_compared_at_equal_load(study):
     with style():
-        found = speed.draw_kernel(study, find_axes(study.records))
+        found = curves.draw_kernel(study, find_axes(study.records))
     assert {"kv_slots", "seconds"} <= set(found.data.columns)
     paged = found.data[(found.data["layout"] == "16") & (found.data["side"] == "predicted")]
     per_slot = paged["seconds"] / paged["kv_slots"]
@@ -74,7 +74,7 @@ def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them
     with style():
         found = [
             curves.draw(study, axes, curves.layout_of(axes, "cache.block_size")),
-            speed.draw_kernel(study, axes),
+            curves.draw_kernel(study, axes),
         ]
     said = ["does not price block size" in one.figure.get_supxlabel() for one in found]
     assert said == [not priced] * 2

@@ -17,9 +17,8 @@ from harness.metrics import METRICS
 from harness.report import study, verdict_lines, write
 from harness.report.axes import VALUES, comparison_table, find_axes
 from harness.report.study import EveryRecord, asked_points, read_study, shown_points, spread
-from harness.store.commit import Layout
+from harness.store.commit import Layout, read_store
 from harness.store.manifest import read_manifest
-from harness.store.reading import read_store
 from harness.store.summary import write_summary
 from harness.workers import in_workers
 

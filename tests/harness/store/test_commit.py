@@ -13,8 +13,7 @@ import pytest
 from harness.metrics.record import PointRecord
 from harness.store import StoreError, atomic
 from harness.store.atomic import check_writable, remove_leftovers, write_files
-from harness.store.commit import commit_failure, commit_point
-from harness.store.reading import read_store, read_table
+from harness.store.commit import commit_failure, commit_point, read_store, read_table
 
 TABLES = {
     "steps": {"step": np.arange(3), "seconds": [0.1, 0.2, float("nan")]},

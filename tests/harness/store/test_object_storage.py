@@ -18,8 +18,7 @@ from harness.cli.main import main
 from harness.config.errors import ConfigError
 from harness.metrics.record import PointRecord
 from harness.store import BusyStoreError, StoreError
-from harness.store.commit import commit_failure, commit_point
-from harness.store.reading import read_store
+from harness.store.commit import commit_failure, commit_point, read_store
 from harness.store.remote import Lease, RemoteStore
 
 ONE, TWO = "1" * 32, "2" * 32

@@ -9,9 +9,8 @@ import pytest
 
 from harness.metrics.record import PointRecord
 from harness.store import ForeignFileError, StoreVersionError
-from harness.store.commit import commit_failure, commit_point
+from harness.store.commit import commit_failure, commit_point, read_store, read_table
 from harness.store.manifest import Manifest, SweepPoint, read_manifest, with_report, write_manifest
-from harness.store.reading import read_store, read_table
 from harness.store.summary import flatten, write_summary
 
 TABLES = {"steps": {"step": [0]}}

@@ -8,8 +8,7 @@ import pytest
 from harness.metrics.record import PointRecord
 from harness.store import StoreError
 from harness.store import survey as module
-from harness.store.commit import Layout, commit_failure, commit_point
-from harness.store.reading import StoreContent, essentials, read_store
+from harness.store.commit import Layout, StoreContent, commit_failure, commit_point, essentials, read_store
 from harness.store.survey import SURVEY, survey
 
 NAMES = [f"{number:02d}" for number in range(6)]
@@ -33,13 +32,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The points that are read from now on."""
     names: list[str] = []
-    real = module.reading.read_point
+    real = module.commit.read_point
 
     def read(root: Path, name: str, content: StoreContent, keep: None) -> None:
         names.append(name)
         real(root, name, content, keep)
 
-    monkeypatch.setattr(module.reading, "read_point", read)
+    monkeypatch.setattr(module.commit, "read_point", read)
     return names
 
 

@@ -1,16 +1,18 @@
 """How long a sweep takes is learned from earlier points; where there are none, nothing is guessed."""
 
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from harness.config.checks import value_of
 from harness.config.schema import ReplayConfig, RunConfig, WorkloadConfig
 from harness.metrics.record import PointRecord
-from harness.store.reading import essentials
-from harness.sweep.progress import Span, _kind, _kind_of, fitted, time_model
+from harness.store.commit import essentials
+from harness.sweep.progress import Span, _kind, fitted, time_model
 
 POLICY = {"cache": {"policy": "paged"}, "decoding": {"beam_width": 1}, "cost": {"kind": "auto"}}
 KIND = {**POLICY, "model": {"name": "tiny-llama", "path": None}, "device": {"name": "cpu"}}
@@ -85,7 +87,8 @@ def test_a_point_has_the_seconds_of_its_own_kind() -> None:
 
 def test_a_planned_point_is_of_the_same_kind_as_its_record() -> None:
     config = RunConfig(measure=False)
-    assert _kind_of(config) == _kind(essentials(PointRecord(config=asdict(config))).config)
+    kept = essentials(PointRecord(config=asdict(config)))
+    assert _kind(partial(value_of, config)) == _kind(kept.setting)
 
 
 def test_a_single_point_says_nothing_of_the_error() -> None:

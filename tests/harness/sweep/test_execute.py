@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from harness.store import StoreError
-from harness.store.reading import read_store, read_table
+from harness.store.commit import read_store, read_table
 from harness.sweep.execute import SweepOutcome, execute
 from harness.sweep.plan import SweepPlan, plan_sweep, sweep_request
 from harness.sweep.progress import TimeLeft, TimeModel, reporting

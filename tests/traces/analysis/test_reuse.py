@@ -20,8 +20,7 @@ from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_toke
 from traces.analysis.statistics import trace_distributions
 from traces.arrivals import ArrivalProcess
 from traces.reading import read_trace
-from traces.synth.generator import generate_trace
-from traces.synth.tables import PrefixSharing
+from traces.synth.generator import PrefixSharing, generate_trace
 from traces.tokens import token_ids
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 

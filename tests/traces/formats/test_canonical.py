@@ -16,8 +16,7 @@ from traces.formats.hash_ids import write_mooncake
 from traces.formats.pagetwin import write_jsonl, write_parquet
 from traces.reading import read_trace
 from traces.reshape import drop_oversize, take
-from traces.synth.generator import generate_trace
-from traces.synth.tables import PrefixSharing
+from traces.synth.generator import PrefixSharing, generate_trace
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
 WRITERS = {".jsonl": write_jsonl, ".jsonl.gz": write_jsonl, ".parquet": write_parquet}

@@ -11,8 +11,7 @@ from traces.analysis.statistics import trace_statistics
 from traces.arrivals import ArrivalProcess
 from traces.errors import ParameterError
 from traces.reading import detect_format, read_trace
-from traces.synth.generator import generate_trace
-from traces.synth.tables import TABLES, LengthTable, load_table
+from traces.synth.generator import TABLES, LengthTable, generate_trace, load_table
 from traces.trace import Segment, Trace
 
 COUNT = tier(5_000, 20_000)
