@@ -7,9 +7,10 @@ Sources: SIEVE: Zhang et al., NSDI 2024. S3-FIFO: Yang et al., SOSP 2023. GDSF: 
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 from itertools import repeat
+from math import inf
 from operator import itemgetter
 
 from engine.core.identity import BlockHash
@@ -101,25 +102,25 @@ class TtlQueue(RankedQueue):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._ttl_ns = round(seconds * 1e9)
-        self._due: deque[tuple[int, Sequence[int]]] = deque()
-        self._since: dict[int, int] = {}
+        self._due: deque[tuple[int, list[int]]] = deque()
+        self._run_of: dict[int, list[int]] = {}  # by block, with which others it was released last
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Note the time where the request is of a session."""
         kept = table.request is not None and table.request.session is not None
         self._add(blocks, int(kept))
         if kept and blocks:
-            now = self.facts.clock()
-            self._due.append((now, list(blocks)))
-            self._since.update(zip(blocks, repeat(now)))
+            run = list(blocks)
+            self._due.append((self.facts.clock(), run))
+            self._run_of.update(zip(run, repeat(run)))
 
     def pop(self, count: int) -> list[int]:
         """Let blocks whose time is over fall first."""
         self.check_count(count)
         now = self.facts.clock()
         while self._due and now - self._due[0][0] >= self._ttl_ns:
-            since, blocks = self._due.popleft()
-            over = [block for block in blocks if self._rank_of.get(block) and self._since[block] == since]
+            _, run = self._due.popleft()
+            over = [block for block in run if self._rank_of.get(block) and self._run_of[block] is run]
             self.reuse(over, over)
             self._add(over, 0)
         return super().pop(count)
@@ -180,17 +181,12 @@ class KeyHeap:
     def __len__(self) -> int:
         return len(self._run_of)
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._run_of
-
     def add(self, blocks: Sequence[int], keys: Sequence[_Key]) -> None:
         """Add `blocks`, in table order, under `keys`."""
         if not blocks:
             return
-        run = list(zip(keys, blocks, strict=True))
-        run.sort(
-            key=_KEY, reverse=True
-        )  # stable: of equal keys the last block ends the run, and leaves it first
+        # stable: of equal keys the last block ends the run, and leaves it first
+        run = sorted(zip(keys, blocks, strict=True), key=_KEY, reverse=True)
         self._push(run)
         if self._entries > 64 + 3 * len(self._run_of):
             self._rewrite()
@@ -208,24 +204,31 @@ class KeyHeap:
             if left := [entry for entry in run if self._run_of.get(entry[1]) == number]:
                 self._push(left)
 
-    def discard(self, block: int) -> None:
-        """Remove a block."""
-        del self._run_of[block]
+    def discard(self, blocks: Sequence[int]) -> None:
+        """Remove those of `blocks` that are here."""
+        for block in self._run_of.keys() & blocks:
+            del self._run_of[block]
 
-    def pop(self) -> tuple[int, _Key]:
-        """Remove and return the first block, with its key. There must be one."""
+    def pop(self, count: int) -> tuple[list[int], _Key]:
+        """Remove and return the first `count` blocks, and the key of the last one. There must be as many."""
         heap, run_of = self._heap, self._run_of
-        while True:
-            _, number, run = heap[0]
-            key, block = run.pop()
-            self._entries -= 1
-            if not run:
-                heappop(heap)
-            elif run[-1][0] != key:
-                heapreplace(heap, (run[-1][0], number, run))
-            if run_of.get(block) == number:
-                del run_of[block]
-                return block, key
+        victims, last = list[int](), 0.0
+        while len(victims) < count:
+            _, number, run = heappop(heap)
+            next_key, next_number = heap[0][:2] if heap else (inf, 0)
+            while run and len(victims) < count:
+                key, block = run[-1]
+                if key > next_key or (key == next_key and number > next_number):
+                    break
+                del run[-1]
+                self._entries -= 1
+                if run_of.get(block) == number:
+                    del run_of[block]
+                    victims.append(block)
+                    last = key
+            if run:
+                heappush(heap, (run[-1][0], number, run))
+        return victims, last
 
     def ordered(self) -> list[int]:
         """All blocks in order."""
@@ -241,12 +244,13 @@ class KeyHeap:
 class KeyedQueue(EvictionPolicy):
     """Blocks by a key, the lowest first; of equal keys those released first, and of one table the last.
 
-    A subclass says the keys of a table's blocks when they are released.
+    A subclass says the keys of a table's blocks when they are released. `last_key` is that of the last one evicted.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._queue = KeyHeap()
+        self.last_key: _Key = 0.0
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -261,21 +265,13 @@ class KeyedQueue(EvictionPolicy):
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""
-        for block in queued:
-            self._queue.discard(block)
-
-    def evicted(self, block: int, key: _Key) -> None:
-        """The block is evicted, which had this key."""
-        self.forget((block,))
+        self._queue.discard(queued)
 
     def pop(self, count: int) -> list[int]:
         """Remove the blocks with the lowest keys."""
         self.check_count(count)
-        victims = []
-        for _ in range(count):
-            block, key = self._queue.pop()
-            self.evicted(block, key)
-            victims.append(block)
+        victims, self.last_key = self._queue.pop(count)
+        self.forget(victims)
         return victims
 
     def blocks(self) -> list[int]:
@@ -283,36 +279,114 @@ class KeyedQueue(EvictionPolicy):
         return self._queue.ordered()
 
 
-class FifoQueue(KeyedQueue):
-    """What was cached first, whatever was used since: the release that brought a block is its place."""
+class Line:
+    """Blocks in the order in which they entered. One in use keeps its place, and `pop` passes over it."""
+
+    def __init__(self) -> None:
+        self.idle = set[int]()  # those that can be evicted
+        self.number = dict[int, int]()  # the places of all, those in use included
+        self._entered = 0
+        self._order = OrderedDict[int, None]()  # those not passed over; a dict finds its first key slowly
+        self._passed = set[int]()
+        self._back: list[tuple[int, int]] = []  # a heap of those passed over that are idle again
+
+    def enter(self, block: int) -> None:
+        """Add a new block at the end."""
+        self._entered += 1
+        self.number[block] = self._entered
+        self._order[block] = None
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Those of `blocks` that are here can be evicted."""
+        here = self.number.keys() & blocks
+        self.idle |= here
+        for block in self._passed & here if self._passed else ():
+            self._passed.remove(block)
+            heappush(self._back, (self.number[block], block))
+
+    def forget(self, blocks: Iterable[int]) -> None:
+        """Remove those of `blocks`, which are in use, that are here."""
+        for block in self.number.keys() & blocks:
+            del self.number[block]
+            self._order.pop(block, None)
+            self._passed.discard(block)
+
+    def pop(self) -> int:
+        """Remove and return the first block that can be evicted. There must be one."""
+        order, back, number = self._order, self._back, self.number
+        while True:
+            if back and (not order or back[0][0] < number[next(iter(order))]):
+                place, block = heappop(back)
+                if number.get(block) != place:  # it was forgotten
+                    continue
+            else:
+                block, _ = order.popitem(last=False)
+            if block in self.idle:
+                self.idle.remove(block)
+                del number[block]
+                return block
+            self._passed.add(block)
+
+
+class PlacedQueue(EvictionPolicy):
+    """Blocks in one or more lines. A subclass says which one a new block enters, and which block leaves."""
+
+    _LINES = 1
 
     def __init__(self) -> None:
         super().__init__()
-        self._entered: dict[int, int] = {}
-        self._releases = 0
+        self._lines = [Line() for _ in range(self._LINES)]
 
-    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
-        """The release after which each was cached first."""
-        self._releases += 1
-        return [self._entered.setdefault(block, self._releases) for block in blocks]
+    def __len__(self) -> int:
+        return sum(len(line.idle) for line in self._lines)
+
+    def entrance(self, block: int) -> Line:
+        """The line that a new block enters."""
+        return self._lines[0]
+
+    def victim(self) -> int:
+        """Remove and return the next block to evict. There is one."""
+        return self._lines[0].pop()
+
+    def push(self, blocks: Sequence[int], table: Released) -> None:
+        """New blocks enter, the last of the table first. Others have their places."""
+        if new := set(blocks).difference(*(line.number for line in self._lines)):
+            for block in reversed(blocks):
+                if block in new:
+                    self.entrance(block).enter(block)
+        for line in self._lines:
+            line.release(blocks)
+
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        """The blocks keep their places."""
+        for line in self._lines:
+            line.idle.difference_update(queued)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
-        for block in blocks:
-            self._entered.pop(block, None)
+        for line in self._lines:
+            line.forget(blocks)
+
+    def pop(self, count: int) -> list[int]:
+        """Remove one after the other."""
+        self.check_count(count)
+        return [self.victim() for _ in range(count)]
+
+    def blocks(self) -> list[int]:
+        """Line by line, as they entered."""
+        return [block for line in self._lines for block in sorted(line.idle, key=line.number.__getitem__)]
 
 
-class LfuQueue(KeyedQueue):
-    """What was used least often first. Who uses a block uses those before it, so leaves of the prefix tree go first."""
+class FifoQueue(PlacedQueue):
+    """What was cached first, whatever was used since; of one table the last block."""
+
+
+class CountingQueue(EvictionPolicy):
+    """Counts the uses of each block since it was filled. Another base says what comes of them."""
 
     def __init__(self) -> None:
         super().__init__()
         self._uses: dict[int, int] = {}
-
-    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
-        """Uses since the block was filled."""
-        uses = self._uses
-        return [uses.get(block, 0) for block in blocks] if uses else [0] * len(blocks)
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Count the use of all."""
@@ -323,8 +397,17 @@ class LfuQueue(KeyedQueue):
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
+        super().forget(blocks)
         for block in blocks:
             self._uses.pop(block, None)
+
+
+class LfuQueue(CountingQueue, KeyedQueue):
+    """What was used least often first. Who uses a block uses those before it, so leaves of the prefix tree go first."""
+
+    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
+        """Uses since the block was filled."""
+        return [self._uses.get(block, 0) for block in blocks]
 
 
 class GdsfQueue(LfuQueue):
@@ -336,22 +419,18 @@ class GdsfQueue(LfuQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._age = 0.0
+        self._seconds_before: list[float] = []  # by place, to compute what is before it
 
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
         """Age at release + (1 + uses) x seconds."""
-        places, size, seconds = table.places(blocks), self.facts.block_size, self.facts.seconds
-        whole = seconds((places[-1] + 1) * size) if blocks else 0.0
-        uses, age = self._uses, self._age
+        places, before = table.places(blocks), self._seconds_before
+        unknown = range(len(before), places[-1] + 2 if blocks else 0)
+        before += [self.facts.seconds(place * self.facts.block_size) for place in unknown]
+        whole, uses, age = before[places[-1] + 1] if blocks else 0.0, self._uses, self.last_key
         return [
-            age + (1 + uses.get(block, 0)) * (whole - seconds(place * size))
+            age + (1 + uses.get(block, 0)) * (whole - before[place])
             for block, place in zip(blocks, places, strict=True)
         ]
-
-    def evicted(self, block: int, key: _Key) -> None:
-        """Age."""
-        super().evicted(block, key)
-        self._age = key
 
 
 class SieveQueue(EvictionPolicy):
@@ -373,19 +452,11 @@ class SieveQueue(EvictionPolicy):
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Add new blocks at the newest end, the last of the table as the oldest."""
-        number = self._number
+        number, hand = self._number, self._hand
         for block in reversed(blocks):
             if block not in number:
                 self._last += 1
                 number[block] = self._last
-        self._put(blocks)
-
-    def _put(self, blocks: Sequence[int]) -> None:
-        number, hand = self._number, self._hand
-        keys = [number[block] for block in blocks]
-        if not keys or min(keys) >= hand:
-            self._ahead.add(blocks, keys)
-            return
         for queue, is_ahead in ((self._ahead, True), (self._behind, False)):
             some = [block for block in blocks if (number[block] >= hand) is is_ahead]
             queue.add(some, [number[block] for block in some])
@@ -393,8 +464,8 @@ class SieveQueue(EvictionPolicy):
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Mark the blocks as used."""
         self._used.update(blocks)
-        for block in queued:
-            (self._ahead if block in self._ahead else self._behind).discard(block)
+        self._ahead.discard(queued)
+        self._behind.discard(queued)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
@@ -409,7 +480,7 @@ class SieveQueue(EvictionPolicy):
         while len(victims) < count:
             if not self._ahead:
                 self._wrap()
-            block, number = self._ahead.pop()
+            (block,), number = self._ahead.pop(1)
             self._hand = int(number) + 1
             if block in self._used:
                 self._used.remove(block)
@@ -431,114 +502,58 @@ class SieveQueue(EvictionPolicy):
         return self._ahead.ordered() + self._behind.ordered()
 
 
-class S3FifoQueue(EvictionPolicy):
+class S3FifoQueue(CountingQueue, PlacedQueue):
     """Three queues: new blocks pass a small one of a tenth of the pool, those used twice there a large one.
 
-    A third remembers the hashes of what left the small one without it; such a block enters the large one at once. As in
-    the authors' libCacheSim, what does not fit into the small one enters the large one until the first is evicted, and
-    the third is cut to its size when blocks enter, not when others make room for them. Blocks in use keep their place.
+    A third remembers the hashes of what left the small one without it; such a block enters the large one at once. Where
+    the authors' libCacheSim differs from the paper, it is followed: what does not fit into the small one enters the
+    large one until the first block is evicted; to evict one, blocks move to the large queue however many it holds; and
+    the third has nine tenths of the pool, rounded down, to which it is cut when blocks enter, not when others make room
+    for them. Blocks in use keep their place.
     """
 
-    _MOST_USES, _ENOUGH = 3, 2
+    _LINES, _MOST_USES, _ENOUGH = 2, 3, 2
 
     def __init__(self) -> None:
         super().__init__()
-        self._small, self._main = KeyHeap(), KeyHeap()  # what can be evicted
-        self._small_number: dict[int, int] = {}  # block: its place, those in use included
-        self._main_number: dict[int, int] = {}
-        self._uses: dict[int, int] = {}
-        self._ghosts: OrderedDict[BlockHash, None] = OrderedDict()  # a dict finds its first key slowly
-        self._last = 0
+        self._small, self._main = self._lines
+        self._ghosts: OrderedDict[BlockHash | None, None] = OrderedDict()
         self._evicts = False  # whether any block was evicted
 
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-    @property
-    def _main_blocks(self) -> int:
-        return self.facts.num_blocks - max(1, self.facts.num_blocks // 10)
-
     def push(self, blocks: Sequence[int], table: Released) -> None:
-        """Add new blocks to the small queue, or to the large one if it knew them; the last of the table first."""
-        for block in reversed(blocks):
-            if block not in self._small_number and block not in self._main_number:
-                self._enter(block)
-        while len(self._ghosts) > self._main_blocks:
+        """Cut the third queue."""
+        super().push(blocks, table)
+        while len(self._ghosts) > self.facts.num_blocks * 9 // 10:
             self._ghosts.popitem(last=False)
-        for numbers, queue in ((self._small_number, self._small), (self._main_number, self._main)):
-            some = [block for block in blocks if block in numbers]
-            queue.add(some, [numbers[block] for block in some])
 
-    def _enter(self, block: int) -> None:
+    def entrance(self, block: int) -> Line:
+        """The large queue, if the third one knew the block."""
         block_hash = self.facts.hash_of(block)
-        self._last += 1
         if block_hash in self._ghosts:
             del self._ghosts[block_hash]
-            self._main_number[block] = self._last
-        elif not self._evicts and len(self._small_number) >= self.facts.num_blocks - self._main_blocks:
-            self._main_number[block] = self._last
-        else:
-            self._small_number[block] = self._last
+            return self._main
+        full = not self._evicts and len(self._small.number) >= max(1, self.facts.num_blocks // 10)
+        return self._main if full else self._small
 
-    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
-        """Count the use of all."""
-        uses = self._uses
-        for block in blocks:
-            uses[block] = min(self._MOST_USES, uses.get(block, 0) + 1)
-        for block in queued:
-            (self._small if block in self._small else self._main).discard(block)
-
-    def forget(self, blocks: Sequence[int]) -> None:
-        """What comes under these numbers is new."""
-        for block in blocks:
-            self._small_number.pop(block, None)
-            self._main_number.pop(block, None)
-            self._uses.pop(block, None)
-
-    def pop(self, count: int) -> list[int]:
-        """Evict from the large queue where it has more than its share, else from the small one."""
-        self.check_count(count)
-        self._evicts = self._evicts or count > 0
-        victims: list[int] = []
-        while len(victims) < count:
-            over = len(self._main_number) > self._main_blocks
-            if self._small and not (over and self._main):
-                self._pop_small(victims)
-            else:
-                self._pop_main(victims)
-        return victims
-
-    def _pop_small(self, victims: list[int]) -> None:
-        block, _ = self._small.pop()
-        del self._small_number[block]
-        if self._uses.pop(block, 0) >= self._ENOUGH:
-            self._to_main(block)
-            return
-        victims.append(block)
-        block_hash = self.facts.hash_of(block)
-        assert block_hash is not None, "a block that can be evicted is cached"
-        self._ghosts.pop(block_hash, None)
-        self._ghosts[block_hash] = None
-
-    def _pop_main(self, victims: list[int]) -> None:
-        block, _ = self._main.pop()
-        uses = self._uses.pop(block, 0)
-        if uses:
-            if uses > 1:
-                self._uses[block] = uses - 1
-            self._to_main(block)
-        else:
-            del self._main_number[block]
-            victims.append(block)
-
-    def _to_main(self, block: int) -> None:
-        self._last += 1
-        self._main_number[block] = self._last
-        self._main.add((block,), (self._last,))
-
-    def blocks(self) -> list[int]:
-        """The small queue and then the large one, as if none had been used."""
-        return self._small.ordered() + self._main.ordered()
+    def victim(self) -> int:
+        """Of the large queue where it has more than its share, else of the small one; what is used moves on."""
+        self._evicts = True
+        small, main, uses = self._small, self._main, self._uses
+        over = len(main.number) > self.facts.num_blocks - max(1, self.facts.num_blocks // 10)
+        while small.idle and not (over and main.idle):
+            block = small.pop()
+            if uses.pop(block, 0) < self._ENOUGH:
+                block_hash = self.facts.hash_of(block)
+                self._ghosts[block_hash] = None
+                self._ghosts.move_to_end(block_hash)
+                return block
+            main.enter(block)
+            main.idle.add(block)
+        while used := min(self._MOST_USES, uses.pop(block := main.pop(), 0)):
+            uses[block] = used - 1
+            main.enter(block)
+            main.idle.add(block)
+        return block
 
 
 def new_policy(rule: Eviction, *, ttl_s: float = 60.0, pinned: int = 0) -> EvictionPolicy:
