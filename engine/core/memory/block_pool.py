@@ -274,6 +274,11 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
+        if not count == len(victims) == len(set(victims)) == self.unreferenced(victims):
+            raise CoreError(
+                f"cache.eviction: {count} blocks to evict were asked for, its rule gave {victims[:9]}, "
+                "which are not as many different ones without a reference"
+            )
         self._remove_hashes(victims)
         self._void(victims)
         return victims

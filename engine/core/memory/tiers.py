@@ -197,9 +197,8 @@ class HostBlocks:
 
     def __init__(self, first: int, spare: int) -> None:
         self.first, self.spare = first, spare
-        self._out: dict[
-            int, int
-        ] = {}  # host block: device block; of several for one place the last one counts
+        # host block: device block; of several for one place the last one counts
+        self._out: dict[int, int] = {}
         self._in: SwapList = []
 
     def save(self, slot: int, blocks: Sequence[int]) -> None:
@@ -418,12 +417,10 @@ class SpillingQueue(EvictionPolicy):
     def __init__(self, policy: EvictionPolicy, tiers: Tiers) -> None:
         self.facts, self.reads_clock = policy.facts, policy.reads_clock
         self._policy, self._tiers = policy, tiers
-        self._told: dict[
-            int, tuple[int, Request | None]
-        ] = {}  # of a cached block: its place, and its last request
-        self.reuse, self.forget, self.blocks = (  # type: ignore[method-assign]
-            *(policy.reuse, policy.forget, policy.blocks),
-        )
+        # of a cached block: its place, and its last request
+        self._told: dict[int, tuple[int, Request | None]] = {}
+        self.reuse, self.forget = policy.reuse, policy.forget  # type: ignore[method-assign]
+        self.blocks = policy.blocks  # type: ignore[method-assign]
 
     def __len__(self) -> int:
         return len(self._policy)

@@ -40,6 +40,21 @@ def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
     assert pool.find(["prefix"]) == [first]
 
 
+@pytest.mark.parametrize("wrong", [[1, 1], [1], [1, 3]], ids=["twice", "too_few", "in_use"])
+def test_a_rule_that_gives_wrong_blocks_is_refused_before_anything_changes(wrong: list[int]) -> None:
+    class Wrong(LruQueue):
+        def pop(self, count: int) -> list[int]:
+            return wrong if count else []
+
+    pool = BlockPool(3, eviction=Wrong())
+    blocks = pool.take(3)
+    pool.cache_full_blocks(blocks, ["a", "b", "c"])
+    pool.release(blocks[:2])
+    with pytest.raises(CoreError, match="2 blocks to evict were asked for, its rule gave"):
+        pool.take(2)
+    assert pool.find(["a", "b", "c"]) == blocks
+
+
 def test_eviction_takes_the_least_recently_released_first() -> None:
     pool = BlockPool(3)
     blocks = pool.take(3)
