@@ -27,7 +27,9 @@ PARTS = 10  # of the tests
 LINES_A_SECOND = 40  # of a file that is not among SECONDS
 SECONDS = {  # CPU-seconds of a night, where they were measured and are many
     "test_beam_grid.py": 300,
+    "test_groups.py": 250,
     "test_plan.py": 150,
+    "test_compose.py": 150,
     "test_fit.py": 110,
     "test_point.py": 60,
     "test_fuzz.py": 50,
