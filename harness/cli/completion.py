@@ -52,7 +52,7 @@ def matching(word: str) -> Iterator[str]:
     Values are completed one by one behind commas: `cache=paged,cont` gives `cache=paged,contiguous_max` and so on.
     """
     from harness.config.groups import DEPLOYMENT, EXPERIMENTS, groups
-    from harness.config.overrides import config_keys
+    from harness.config.schema import config_keys
 
     key, sign, text = word.partition("=")
     if not sign:
@@ -70,7 +70,7 @@ def _values(key: str) -> tuple[str, ...]:
     from enum import StrEnum
 
     from harness.config.groups import EXPERIMENTS, groups, options
-    from harness.config.overrides import config_keys
+    from harness.config.schema import config_keys
 
     if key == EXPERIMENTS:
         return options(EXPERIMENTS)

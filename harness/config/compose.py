@@ -25,7 +25,7 @@ from harness.config.errors import ConfigError
 from harness.config.execution import applicable
 from harness.config.groups import conf_dir
 from harness.config.option_files import apply_option_file
-from harness.config.overrides import Setting, config_keys, refuse_resolver
+from harness.config.overrides import Setting, refuse_resolver
 from harness.config.paths import read_checkpoint
 from harness.config.schema import (
     CostKind,
@@ -36,6 +36,7 @@ from harness.config.schema import (
     RunConfig,
     TraceFormat,
     Widths,
+    config_keys,
 )
 from harness.config.values import UnusualError, converted, replaced, with_values
 

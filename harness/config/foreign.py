@@ -9,11 +9,11 @@ of it and of the working directory. What is refused the user may type.
 import shlex
 from functools import cache
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from engine.core.options import Eviction
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig
+from harness.config.schema import config_keys
 
 SUFFIXES = (".yaml", ".yml")
 # The keys with free text that a file may set: words that are shown, and files that are read.
@@ -80,11 +80,4 @@ def accept(key: str, value: Any, where: str, folder: Path | None = None) -> None
 @cache
 def _texts() -> frozenset[str]:
     """The keys whose values are text, not numbers, truth values or choices."""
-    sections = {"": RunConfig} | {f"{name}.": kind for name, kind in get_type_hints(RunConfig).items()}
-    return frozenset(
-        prefix + name
-        for prefix, section in sections.items()
-        if hasattr(section, "__dataclass_fields__")
-        for name, hint in get_type_hints(section).items()
-        if str in (hint, *get_args(hint))
-    )
+    return frozenset(key for key, found in config_keys().items() if found.kind is str)

@@ -18,8 +18,8 @@ from yaml.events import CollectionEndEvent, CollectionStartEvent
 from harness.config.errors import ConfigError
 from harness.config.foreign import accept
 from harness.config.groups import groups, list_options, option_file
-from harness.config.overrides import config_keys, renamed
-from harness.config.schema import RunConfig
+from harness.config.overrides import renamed
+from harness.config.schema import RunConfig, config_keys
 
 BASE = "base"
 _LONGEST, _DEEPEST = 1 << 18, 20  # characters and levels of a YAML file of settings

@@ -5,17 +5,15 @@ suggestion.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from difflib import SequenceMatcher
-from enum import StrEnum
 from fnmatch import fnmatchcase
-from functools import cache, lru_cache
+from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override, OverrideType
@@ -25,9 +23,8 @@ from engine.core.options import Eviction
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.foreign import Foreign, accept, is_option_file
 from harness.config.groups import DEPLOYMENT, EXPERIMENTS, groups, list_options, options
-from harness.config.schema import RunConfig
+from harness.config.schema import config_keys
 
-_NAMES: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LIKE_ENOUGH = 0.6
 MOST_POINTS = 100_000  # of a sweep; more is most likely a typing error, and would fill the memory
 _PLAIN = re.compile(r"""[^=,()\[\]{}"'\\$]+""")  # one plain value of a list
@@ -36,36 +33,6 @@ _EVICTION, _ALL = "cache.eviction", "all"  # of which all rules can be asked for
 _ENDING = re.compile(r'\\+(?="|\Z)')  # backslashes that the grammar would read with a quote
 _PLAIN_REFERENCE = re.compile(r"\$\{[\w.]+\}")  # to another key
 _EMPTY_PLACE = re.compile(r"^\s*,|,\s*(,|$)")
-
-
-@dataclass(frozen=True)
-class ConfigKey:
-    """A key of the schema: its dotted name, its type without None, and whether null is allowed."""
-
-    key: str
-    kind: Any
-    optional: bool
-
-    @property
-    def expected(self) -> str:
-        """What a value must be, in words."""
-        words = "one of " + ", ".join(self.kind) if issubclass(self.kind, StrEnum) else _NAMES[self.kind]
-        return words + " or null" if self.optional else words
-
-
-@cache
-def config_keys() -> dict[str, ConfigKey]:
-    """Every key of the schema by its dotted name."""
-    return {each.key: each for each in _walk(RunConfig, "")}
-
-
-def _walk(section: type, prefix: str) -> Iterator[ConfigKey]:
-    for name, hint in get_type_hints(section).items():
-        if is_dataclass(hint) and isinstance(hint, type):
-            yield from _walk(hint, f"{prefix}{name}.")
-            continue
-        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
-        yield ConfigKey(prefix + name, kinds[0], NoneType in get_args(hint))
 
 
 def suggestion(key: str) -> str:

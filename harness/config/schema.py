@@ -4,8 +4,12 @@ The classes are plain dataclasses that Hydra fills. Options of the engine have t
 `engine.runtime.options`; the scheduler's options are declared there too. Allowed ranges are in `harness.config.checks`.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from enum import StrEnum
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 from engine.core.options import (
     CachePolicy,
@@ -555,3 +559,36 @@ class RunConfig:
     oracle: OracleConfig = field(default_factory=OracleConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
     execute: ExecuteConfig = field(default_factory=ExecuteConfig)
+
+
+_KINDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+@dataclass(frozen=True)
+class ConfigKey:
+    """A key of the schema: its dotted name, its type without None, and whether null is allowed."""
+
+    key: str
+    kind: Any
+    optional: bool
+
+    @property
+    def expected(self) -> str:
+        """What a value must be, in words."""
+        words = "one of " + ", ".join(self.kind) if issubclass(self.kind, StrEnum) else _KINDS[self.kind]
+        return words + " or null" if self.optional else words
+
+
+@cache
+def config_keys() -> dict[str, ConfigKey]:
+    """Every key of the schema by its dotted name."""
+    return {each.key: each for each in _walk(RunConfig, "")}
+
+
+def _walk(section: type, prefix: str) -> Iterator[ConfigKey]:
+    for name, hint in get_type_hints(section).items():
+        if is_dataclass(hint) and isinstance(hint, type):
+            yield from _walk(hint, f"{prefix}{name}.")
+            continue
+        kinds = [kind for kind in get_args(hint) or (hint,) if kind is not NoneType]
+        yield ConfigKey(prefix + name, kinds[0], NoneType in get_args(hint))

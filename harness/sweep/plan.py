@@ -37,18 +37,9 @@ from harness.config.groups import (
     options,
 )
 from harness.config.option_files import BASE, plain_yaml, spelt
-from harness.config.overrides import (
-    MOST_POINTS,
-    Axis,
-    Setting,
-    config_keys,
-    of_a_file,
-    parse_overrides,
-    quoted,
-    renamed,
-)
+from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides, quoted, renamed
 from harness.config.paths import check_paths
-from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig
+from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig, config_keys
 from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from harness.config.checks import RANGES
 from harness.config.groups import groups
-from harness.config.overrides import config_keys
+from harness.config.schema import config_keys
 
 _ROW = '{"arrival_s": 0, "prompt_tokens": 5, "output_tokens": 5}\n'
 _FILES = {

@@ -7,8 +7,8 @@ import pytest
 
 from harness.config.checks import RANGES, check_config, value_of
 from harness.config.compose import compose_config, normalise
-from harness.config.overrides import config_keys, parse_overrides
-from harness.config.schema import DecodingMode, RunConfig
+from harness.config.overrides import parse_overrides
+from harness.config.schema import DecodingMode, RunConfig, config_keys
 
 
 def composed(*texts: str) -> RunConfig:

@@ -21,8 +21,8 @@ from harness.config.compose import (
 )
 from harness.config.errors import ConfigError
 from harness.config.groups import EXPERIMENTS, conf_dir, default_choices, groups, option_file, purpose
-from harness.config.overrides import Setting, config_keys, parse_overrides
-from harness.config.schema import RunConfig
+from harness.config.overrides import Setting, parse_overrides
+from harness.config.schema import RunConfig, config_keys
 
 
 def composed(*texts: str) -> RunConfig:

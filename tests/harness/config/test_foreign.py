@@ -11,7 +11,8 @@ import pytest
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
 from harness.config.foreign import Foreign
-from harness.config.overrides import config_keys, parse_override
+from harness.config.overrides import parse_override
+from harness.config.schema import config_keys
 from harness.store.commit import finished_point, sealed
 
 ROOT = Path(__file__).resolve().parents[3]
