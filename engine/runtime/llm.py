@@ -33,14 +33,9 @@ from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
 
 __all__ = [
-    "LLM",
-    "BeamSearchParams",
-    "RequestOutputKind",
-    "SamplingParams",
-    "StructuredOutputsParams",
-    "TextPrompt",
-    "TokensPrompt",
-]
+    "LLM", "BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
+    "TextPrompt", "TokensPrompt",
+]  # fmt: skip
 log = logging.getLogger(__name__)
 
 _GENERATION = "generation_config.json"

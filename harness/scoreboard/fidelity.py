@@ -38,25 +38,21 @@ class PublicFolder:
     words: tuple[str, ...]
 
 
-_SERVER = ("cache.block_size=16", "scheduler.max_batched_tokens=2048", "scheduler.async_scheduling=true")
+_SERVER = (
+    *("cache.block_size=16", "scheduler.max_batched_tokens=2048", "scheduler.async_scheduling=true"),
+    "scheduler.max_running=256",
+)
+_MEMORY = "device.memory_utilization=0.85"
 PUBLIC: Mapping[str, PublicFolder] = {
     "rtxpro6000-llama31-8b": PublicFolder("", ("device=rtx_pro_6000",)),
     "rtx5070ti-qwen2.5-0.5b": PublicFolder(
-        "*.json",
-        (
-            *("device=rtx5070ti", "model=qwen25_05b", *_SERVER, "scheduler.max_running=256"),
-            *("cache.max_model_len=4096", "device.memory_utilization=0.85"),
-        ),
+        "*.json", ("device=rtx5070ti", "model=qwen25_05b", *_SERVER, "cache.max_model_len=4096", _MEMORY)
     ),
     "l40s-qwen2.5-1.5b-guidellm": PublicFolder(
-        "benchmark.json", ("device=l40s", "model=qwen25_15b", *_SERVER, "scheduler.max_running=256")
+        "benchmark.json", ("device=l40s", "model=qwen25_15b", *_SERVER)
     ),
     "a10g-vllm-sglang": PublicFolder(
-        "results*/*/*.json.gz",
-        (
-            *("device=a10g", *_SERVER, "scheduler.max_running=256"),
-            *("cache.max_model_len=8192", "device.memory_utilization=0.85"),
-        ),
+        "results*/*/*.json.gz", ("device=a10g", *_SERVER, "cache.max_model_len=8192", _MEMORY)
     ),
 }
 _LEFT_OUT = {

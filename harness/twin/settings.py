@@ -387,13 +387,8 @@ SGLANG = EngineArguments(
     ),
     silent=(
         *("host", "port", "tokenizer_path", "trust_remote_code", "random_seed", "api_key", "log_level"),
-        *(
-            "log_requests",
-            "log_requests_level",
-            "log_requests_format",
-            "log_requests_target",
-            "enable_metrics",
-        ),
+        *("log_requests", "log_requests_level", "log_requests_format", "log_requests_target"),
+        "enable_metrics",
         *("served_model_name", "show_time_cost", "watchdog_timeout", "chat_template", "tool_call_parser"),
         "reasoning_parser",
     ),

@@ -55,13 +55,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = (
-    "request_throughput",
-    "output_throughput",
-    "ttft_p50",
-    "tpot_p50",
-    "internal_share",
-    "sharing_saving",
-)
+    "request_throughput", "output_throughput", "ttft_p50", "tpot_p50", "internal_share", "sharing_saving",
+)  # fmt: skip
 # What the first screen shows: fragmentation, throughput, latency of attention.
 OVERVIEW = ("internal_of_allocated", "request_throughput", "attention_per_decode_step")
 _PLAIN = {

@@ -86,13 +86,8 @@ def _tick(name: str) -> str:
 
 
 _COMPARED = (
-    "output_throughput",
-    "ttft_p50",
-    "tpot_p50",
-    "internal_share",
-    "hit_ratio",
-    "attention_per_decode_step",
-)
+    "output_throughput", "ttft_p50", "tpot_p50", "internal_share", "hit_ratio", "attention_per_decode_step",
+)  # fmt: skip
 
 
 def draw_agreement(study: Study, axes: Axes) -> Picture:
