@@ -51,14 +51,19 @@ def pagetwin(settings: Mapping[str, Any]) -> Started:
 
 def _our_kernels(dtype: str) -> str:
     """What computes attention and products."""
-    from engine.runtime.models.cpu_layers import onednn_wins
+    import torch
+
+    from engine.runtime.models.cpu_layers import c_wins, onednn_wins
     from paged_kernels.native import bf16_unit, why_unavailable
+    from paged_kernels.private import has_packed_products
 
     if why_unavailable():
         return "attention by torch"
     if dtype == "float32":
-        return f"attention in C, products by {'oneDNN' if onednn_wins() else 'MKL and oneDNN'}"
-    return f"decode in C, prefill by {bf16_unit() or 'torch'}, products by oneDNN"
+        few = " and few rows in C" if c_wins() else ""
+        return f"attention in C, products by {'oneDNN' if onednn_wins() else 'MKL and oneDNN'}{few}"
+    products = "oneDNN" if has_packed_products(torch.bfloat16) else "C"
+    return f"decode in C, prefill by {bf16_unit() or 'float32 in C'}, products by {products}"
 
 
 def vllm(settings: Mapping[str, Any]) -> Started:

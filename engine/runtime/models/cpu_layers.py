@@ -3,11 +3,13 @@
 The code of transformers is not edited. A layer keeps its weights and gets another `forward`. Norms and MLPs are
 recognised by their parts, not by the name of their class, and are replaced only if the new `forward` gives the same
 results on random rows. The norm is one pass in C (`layer.c`). Linear weights are copied once into the order that the
-CPU's matrix kernels read; their results are bit-identical in bfloat16, and in float32 the order of the sums differs.
-The gate and the up layer of an MLP become one product, and C computes silu(gate) * up of it in one pass.
-In float32 the many rows of a prefill are multiplied by the weights as they are, unless a short probe finds
-that MKL does not use all of this CPU. The middle of an MLP lies in memory that is kept: new memory of tens of megabytes
-would be cleared by the operating system at every call.
+CPU's matrix kernels read; oneDNN's results are bit-identical in bfloat16, and in float32 the order of the sums differs.
+Where no library multiplies bfloat16 (AVX2), C does, several times faster than torch: it widens a copy of the weights
+panel by panel, and its sums have an order of their own. The gate and the up layer of an MLP become one product, and C
+computes silu(gate) * up of it in one pass. In float32 the many rows of a prefill are multiplied by the weights as they
+are, unless a short probe finds that MKL does not use all of this CPU; another one asks whether C is faster for one row.
+The middle of an MLP lies in memory that is kept: new memory of tens of megabytes would be cleared by the operating
+system at every call.
 
 transformers rotates q and k with a function of the model's file, in about ten passes over memory. An attention module
 gets its own `forward` with another function in that place, in one pass of C. Everything else keeps its
@@ -28,8 +30,10 @@ import torch
 
 from engine.runtime.kv_pool import host_memory
 from paged_kernels.native import c_function, why_unavailable
+from paged_kernels.native.attention import in_threads
 from paged_kernels.private import has_packed_products, packed_product
 
+_linear = torch.nn.functional.linear
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -43,15 +47,16 @@ class Replacement(NamedTuple):
 
 _BATCH = 64  # rows that the layout is chosen for; any number works
 _FINE, _COARSE = 8, 64  # rows are padded to multiples of _FINE up to _BATCH rows, of _COARSE above
-_FEW_ROWS = 4  # with fewer rows plain float32 is faster
+_FEW_ROWS = 4  # with fewer rows plain float32 is faster, or our product in C
 _MANY_ROWS = 256  # with more rows plain float32 is faster too, if torch has MKL that uses all of the CPU
-_PROBE_WEIGHT, _PROBE_ROWS, _PROBE_ROUNDS = (2816, 512), (64, 256), 7
-_WINS = 1.25  # by so much oneDNN must be faster at all of these rows: so a busy machine finds what an idle one finds
+_PROBE_ROUNDS = 7
+_WINS = 1.1  # by so much another product must be faster than MKL's at all of these rows
 _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
 _NORM_FUNCTIONS = {torch.float32: "rms_norm_f32", torch.bfloat16: "rms_norm_bf16"}
+_PRODUCT_FUNCTIONS = {torch.float32: "product_f32", torch.bfloat16: "product_bf16"}
 _SILU_MUL_FUNCTIONS = {torch.float32: "silu_mul_f32", torch.bfloat16: "silu_mul_bf16"}
-_VECTOR = 16  # LANES of the C files
+_VECTOR, _DEPTH = 16, 256  # LANES of the C files, at most; DEPTH of product.c
 
 # The rows that a new forward is checked with. Small rows show another epsilon; random rows have a mean near 0.
 _CHECK_ROWS = 7
@@ -66,7 +71,12 @@ def can_pack(model: Any) -> bool:
 
 
 def packs(dtype: torch.dtype) -> bool:
-    """Whether oneDNN packs weights of this data type on this CPU: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
+    """Whether weights of this data type are packed on this CPU: by oneDNN, or for our own product in bfloat16."""
+    return _onednn_packs(dtype) or (dtype is torch.bfloat16 and not why_unavailable())
+
+
+def _onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of this data type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT."""
     has_onednn: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return has_onednn and has_packed_products(dtype)
 
@@ -106,9 +116,10 @@ def unpad_rows(product: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def _packed_forward(layer: torch.nn.Linear) -> Forward:
-    plain, own, bias = torch.nn.functional.linear, layer.weight, layer.bias
-    packed, (few, many) = _product(own.detach(), bias), _packed_numbers(own)
-    return lambda x: packed(x) if few <= x.numel() <= many else plain(x, own, bias)
+    own, (few, many) = layer.weight, _packed_numbers(layer.weight)
+    packed, plain = _product(own.detach(), layer.bias), partial(_linear, weight=own, bias=layer.bias)
+    short = product_in_c(own.detach(), layer.bias) if few and c_wins() else plain
+    return lambda x: (short if x.numel() < few else packed if x.numel() <= many else plain)(x)
 
 
 def _packed_numbers(weight: torch.Tensor) -> tuple[float, float]:
@@ -116,26 +127,39 @@ def _packed_numbers(weight: torch.Tensor) -> tuple[float, float]:
     if weight.dtype is not torch.float32:
         return 0, math.inf
     has_mkl = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call]
-    few = _FEW_ROWS * weight.shape[1] if weight.nbytes > _SMALL_WEIGHT_BYTES or onednn_wins() else 0
-    return few, _MANY_ROWS * weight.shape[1] if has_mkl and not onednn_wins() else math.inf
+    few = _FEW_ROWS if weight.nbytes > _SMALL_WEIGHT_BYTES or onednn_wins() or c_wins() else 0
+    return few * weight.shape[1], _MANY_ROWS * weight.shape[1] if has_mkl and not onednn_wins() else math.inf
 
 
-@cache
 def onednn_wins() -> bool:
-    """Whether oneDNN multiplies many float32 rows clearly faster than MKL, measured once a process, in about 0.1 s.
+    """Whether oneDNN multiplies many float32 rows clearly faster than MKL.
 
     It does on CPUs on which MKL keeps to narrower instructions than they have, such as AMD's.
     """
-    weight = torch.ones(_PROBE_WEIGHT)
-    ours, plain = _packed(weight, None), partial(torch.nn.functional.linear, weight=weight)
+    return _beats_mkl(_packed, (2816, 512), (64, 256))
+
+
+def c_wins() -> bool:
+    """Whether our C multiplies one float32 row, and two, clearly faster than MKL."""
+    return not why_unavailable() and _beats_mkl(product_in_c, (1024, 512), (1, 2))
+
+
+@cache
+def _beats_mkl(make: Callable[..., Forward], shape: tuple[int, int], counts: tuple[int, ...]) -> bool:
+    """Whether the linear function of a weight is clearly faster than the plain one for all of these numbers of rows.
+
+    It is measured once a process, in about 0.1 s.
+    """
+    weight = torch.ones(shape)
+    ours, plain = make(weight, None), partial(_linear, weight=weight)
 
     def seconds(run: Forward, rows: torch.Tensor) -> float:
         start = time.thread_time()
         run(rows)
         return time.thread_time() - start
 
-    for count in _PROBE_ROWS:
-        rows = torch.ones(count, _PROBE_WEIGHT[1])
+    for count in counts:
+        rows = torch.ones(count, weight.shape[1])
         with torch.inference_mode():
             pairs = [(seconds(plain, rows), seconds(ours, rows)) for _ in range(1 + _PROBE_ROUNDS)]
         theirs, mine = (min(found) for found in zip(*pairs, strict=True))
@@ -148,8 +172,37 @@ def _product(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
     """The linear function of a packed copy of a weight `[out, in]`."""
     if weight.dtype is torch.float32 and weight.nbytes <= _SMALL_WEIGHT_BYTES and not onednn_wins():
         turned = host_memory(weight.t().shape, weight.dtype).copy_(weight.t()).t()
-        return lambda x: torch.nn.functional.linear(x, turned, bias)
-    return _packed(weight, bias)
+        return lambda x: _linear(x, turned, bias)
+    return (_packed if _onednn_packs(weight.dtype) else product_in_c)(weight, bias)
+
+
+def product_in_c(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:
+    """The linear function in C, of few rows in float32, and of any in bfloat16, where torch's may be far slower.
+
+    Torch computes what does not fill vectors, and says what is wrong with rows of another type.
+    """
+    plain, (outs, width) = partial(_linear, weight=weight, bias=bias), weight.shape
+    if outs % _VECTOR or width % _VECTOR:
+        return plain
+    panels = weight
+    if weight.dtype is torch.bfloat16:
+        panels = weight.view(-1, _VECTOR, width).transpose(1, 2).contiguous()
+    run = c_function(_PRODUCT_FUNCTIONS[weight.dtype], "ppppiiiiipp")
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not weight.dtype:
+            return plain(x)
+        rows, out, count = x.contiguous(), x.new_empty(*x.shape[:-1], outs), x.numel() // width
+        given = [0 if tensor is None else tensor.data_ptr() for tensor in (rows, weight, panels, bias)]
+
+        def part(start: int, end: int) -> None:
+            scratch = _SCRATCH.take(count * (width + _VECTOR) + _DEPTH * _VECTOR)
+            run(*given, count, width, outs, start, end, out.data_ptr(), scratch.data_ptr())
+
+        in_threads(part, outs, _VECTOR)
+        return out
+
+    return forward
 
 
 def _packed(weight: torch.Tensor, bias: torch.Tensor | None) -> Forward:

@@ -207,7 +207,15 @@ def prefill_scratch(name: str, dk: int, dv: int, length: int) -> int:
     return rows * (dk // 2 + dv + keys + keys // 2) + -(-length // keys) * keys * (dk + dv) // 2
 
 
+def in_threads(part: Callable[[int, int], None], count: int, unit: int) -> None:
+    """Call `part` for the ranges that torch's threads take of `count` numbers, cut at multiples of `unit`."""
+    threads = torch.get_num_threads()
+    cuts = [count // unit * number // threads * unit for number in range(threads)] + [count]
+    _run_parts(lambda number: part(cuts[number], cuts[number + 1]), threads)
+
+
 def _run_parts(part: Callable[[int], None], count: int) -> None:
+    """Call `part` for 0 to `count - 1`, in threads."""
     if count == 1:
         part(0)
     else:

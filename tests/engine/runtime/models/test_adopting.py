@@ -7,6 +7,7 @@ import pytest
 import torch
 from tiny_models import SHAPE
 
+from engine.runtime.models import cpu_layers
 from engine.runtime.models.cpu_layers import original_layers, packs, replace_layers, restore_layers
 from paged_kernels.native import why_unavailable
 
@@ -133,6 +134,7 @@ def test_norms_and_gated_layers_of_real_widths_are_adopted(dtype):
 
 def test_layers_that_the_cpu_cannot_pack_keep_their_own_forward(monkeypatch):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    monkeypatch.setattr(cpu_layers, "why_unavailable", lambda: "no compiler")
     one = model("llama", "bfloat16")
     replace_layers(one)
     assert not {"Linear", "LlamaMLP"} & adopted(one)

@@ -21,16 +21,44 @@ def test_a_packed_layer_computes_the_same(dtype, rows):
     assert torch.allclose(packed.float(), plain.float(), atol=1e-5 if dtype == "float32" else 1e-2)
 
 
-@pytest.mark.parametrize("wins", [False, True])
-@pytest.mark.parametrize(("rows", "bias"), [(1, True), (8, False), (256, True), (257, False), (300, True)])
-@pytest.mark.parametrize("width", [64, 1030])  # the larger one has more than 4 MiB
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize(
+    ("rows", "bias"), [(1, True), (1, False), (5, True), (6, False), (64, True), (390, False)]
+)
+@pytest.mark.parametrize(("width", "outs"), [(48, 112), (1040, 16), (50, 112), (48, 100)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_in_bfloat16_in_c_are_those_of_float64(width, outs, rows, bias, threads, monkeypatch):
+    from engine.runtime.models import cpu_layers
+
+    monkeypatch.setattr(cpu_layers, "_onednn_packs", lambda dtype: dtype is torch.float32)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    torch.manual_seed(3)
+    layer = torch.nn.Linear(width, outs, bias=bias, dtype=torch.bfloat16).eval()
+    x = torch.randn(1, rows, width, dtype=torch.bfloat16)
+    with torch.inference_mode():
+        cpu_layers.pack_linears(layer)
+        found = layer(x)
+        with pytest.raises(RuntimeError, match="dtype"):
+            layer(x.float())
+        expected = torch.nn.Linear.forward(layer.double(), x.double())
+    assert found.dtype is torch.bfloat16
+    assert torch.allclose(found.double(), expected, atol=1e-6, rtol=2**-8)  # rounded once
+
+
+@pytest.mark.parametrize("wins", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("rows", "bias"), [(1, True), (3, False), (8, False), (256, True), (257, False), (300, True)]
+)
+@pytest.mark.parametrize("width", [64, 1040])  # the larger one has more than 4 MiB
 def test_a_layer_computes_the_same_whichever_library_is_faster(width, rows, bias, wins, monkeypatch):
     from engine.runtime.models import cpu_layers
     from engine.runtime.models.cpu_layers import pack_linears
 
-    monkeypatch.setattr(cpu_layers, "onednn_wins", lambda: wins)
+    monkeypatch.setattr(cpu_layers, "onednn_wins", lambda: wins[0])
+    if not cpu_layers.why_unavailable():
+        monkeypatch.setattr(cpu_layers, "c_wins", lambda: wins[1])
     torch.manual_seed(2)
-    layer = torch.nn.Linear(width, 1100, bias=bias).eval()
+    layer = torch.nn.Linear(width, 1104, bias=bias).eval()
     x = torch.randn(1, rows, width)
     with torch.inference_mode():
         pack_linears(layer)
