@@ -32,9 +32,10 @@ import numpy as np
 from harness.config.errors import ConfigError, UserError
 from harness.scoreboard.published_runs import composed, latencies
 from harness.twin.configured import preset_of
-from harness.twin.rows import JsonDocument, number, whole
+from harness.twin.rows import JsonDocument
 from traces.errors import RowError
 from traces.formats.files import open_source
+from traces.formats.parsing import number, whole
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 FIGURES = ("e2e_mean", "e2e_p90", "e2e_p99", "ttft_mean")
@@ -49,14 +50,13 @@ _BETWEEN_S = 60.0  # from the last request of a stage to the next stage; the eng
 _SCOUT = "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic"
 _SCOUT_WORDS = (
     *("model=llama31_8b", "model.name=llama-4-scout", "model.family=qwen3_moe", "model.weight_dtype=fp8"),
+    *("model.layers=48", "model.hidden=5120", "model.heads=40", "model.intermediate=16384"),
     *(
-        "model.layers=48",
-        "model.hidden=5120",
-        "model.heads=40",
-        "model.intermediate=16384",
         "model.vocab=202048",
+        "model.experts=16",
+        "model.expert_intermediate=8192",
+        "model.shared_intermediate=8192",
     ),
-    *("model.experts=16", "model.expert_intermediate=8192", "model.shared_intermediate=8192"),
 )
 
 

@@ -33,6 +33,7 @@ from typing import Any
 
 from harness.twin import rows
 from traces.errors import RowError, TraceError
+from traces.formats import parsing
 from traces.formats.files import SourceFile
 from traces.formats.parsing import in_range, kind, plain_integer, split_fields
 
@@ -93,7 +94,7 @@ def _starts_of_a_closed_loop(
 
 def _seconds(document: rows.JsonDocument, name: str, place: int) -> float:
     with document.placed((name, place)):
-        return rows.as_number(document.at((name, place)), None, 0)
+        return parsing.as_number(document.at((name, place)), None, 0)
 
 
 def _gaps(document: rows.JsonDocument, index: int) -> float:
@@ -101,7 +102,7 @@ def _gaps(document: rows.JsonDocument, index: int) -> float:
     total = 0.0
     for place, gap in enumerate(document.items(("itls", index))):
         with document.placed(("itls", index, place)):
-            total += rows.as_number(gap, None, 0)
+            total += parsing.as_number(gap, None, 0)
     return total
 
 
@@ -111,9 +112,9 @@ def _bench_row(
     lengths = []
     for name, lowest in (("input_lens", 1), ("output_lens", 0)):
         with document.placed((name, index)):
-            lengths.append(rows.as_whole(columns[name][index], None, lowest))
+            lengths.append(parsing.as_whole(columns[name][index], None, lowest))
     with document.placed(("start_times", index)):
-        start = rows.as_number(columns["start_times"][index], None)
+        start = parsing.as_number(columns["start_times"][index], None)
     ttft, total = _seconds(document, "ttfts", index), _gaps(document, index)
     prompt, output = lengths
     if not output or not ttft:
@@ -141,8 +142,8 @@ def read_levels(file: SourceFile) -> rows.RequestLog:
     scenario = document.object(("scenario_config",))
     requests = document.items(("requests",))
     with document.placed(("scenario_config",)):
-        levels = scenario.get("concurrency_levels") or [rows.whole(scenario, "concurrency", 1)]
-        each = scenario.get("requests_per_level") or rows.whole(scenario, "num_requests", 1)
+        levels = scenario.get("concurrency_levels") or [parsing.whole(scenario, "concurrency", 1)]
+        each = scenario.get("requests_per_level") or parsing.whole(scenario, "num_requests", 1)
         if not all(isinstance(level, int) and level > 0 for level in levels) or each * len(levels) != len(
             requests
         ):
@@ -154,7 +155,7 @@ def read_levels(file: SourceFile) -> rows.RequestLog:
             with document.placed(("requests", place)):
                 row = document.object(("requests", place))
                 start, slot = heappop(free)
-                last = start + rows.number(row, "total_ms") / 1e3
+                last = start + parsing.number(row, "total_ms") / 1e3
                 heappush(free, (last + _COUNTING_S, slot))
                 ended = max(ended, last)
                 log.add(_level_row(row, place, start, last, f"level {level + 1}, place {slot + 1}"))
@@ -173,11 +174,11 @@ def _level_row(
 ) -> rows.LoggedRequest | str:
     if row.get("success") is not True:
         return "failed"
-    output = rows.whole(row, "output_tokens")
+    output = parsing.whole(row, "output_tokens")
     if not output:
         return "no output token"
-    first = start + rows.number(row, "ttft_ms") / 1e3
-    prompt = max(1, round(_TOKENS_OF_A_WORD * rows.whole(row, "prompt_len")))
+    first = start + parsing.number(row, "ttft_ms") / 1e3
+    prompt = max(1, round(_TOKENS_OF_A_WORD * parsing.whole(row, "prompt_len")))
     known = row.get("prompt_id")  # requests of one id have one prompt
     shared = (str(known), prompt) if known else (None, None)
     return rows.LoggedRequest(
@@ -246,15 +247,15 @@ def _guidellm_row(request: Any) -> rows.LoggedRequest | str:
     times, names = request, ("start_time", "first_token_time", "last_token_time")
     if isinstance(info, dict) and isinstance(info.get("timings"), dict):
         times, names = info["timings"], ("request_start", "first_token_iteration", "last_token_iteration")
-    found = [rows.maybe_number(times, name) for name in names]
+    found = [parsing.maybe_number(times, name) for name in names]
     arrival, first, last = found
     if arrival is None or first is None or last is None:
         return f"no time {names[found.index(None)]}"
-    output = rows.whole(request, "output_tokens")
+    output = parsing.whole(request, "output_tokens")
     if not output:
         return "no output token"
-    cached = rows.maybe_whole(request, "cached_tokens")
-    prompt = rows.whole(request, "prompt_tokens", 1)
+    cached = parsing.maybe_whole(request, "cached_tokens")
+    prompt = parsing.whole(request, "prompt_tokens", 1)
     name = str(request.get("request_id", ""))
     return rows.LoggedRequest(name, arrival, first, last, prompt, output, cached_tokens=cached)
 
@@ -293,7 +294,7 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
         return "cancelled"
     if "time_to_first_token" not in metrics:
         return "no time to first token (AIPerf measures it with --streaming)"
-    start = rows.number(facts, "request_start_ns") / 1e9
+    start = parsing.number(facts, "request_start_ns") / 1e9
     first = start + _milliseconds(metrics, "time_to_first_token")
     last = start + _milliseconds(metrics, "request_latency")
     output = _tokens(metrics, "usage_completion_tokens", "output_sequence_length")
@@ -314,7 +315,7 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
 
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
     chosen = name if name in metrics else other
-    return rows.as_whole(_metric(metrics, chosen, "tokens"), f"metrics.{chosen}.value")
+    return parsing.as_whole(_metric(metrics, chosen, "tokens"), f"metrics.{chosen}.value")
 
 
 def _metric(metrics: dict[str, Any], name: str, unit: str) -> Any:
@@ -329,7 +330,7 @@ def _metric(metrics: dict[str, Any], name: str, unit: str) -> Any:
 
 def _milliseconds(metrics: dict[str, Any], name: str) -> float:
     """A duration in seconds. Raises RowError."""
-    return rows.as_number(_metric(metrics, name, "ms"), f"metrics.{name}.value", 0) / 1e3
+    return parsing.as_number(_metric(metrics, name, "ms"), f"metrics.{name}.value", 0) / 1e3
 
 
 # -- LLMServingSim's recorder -----------------------------------------------------------------------------------------
@@ -367,12 +368,12 @@ def _recorded_row(record: dict[str, Any], line: int | None) -> rows.LoggedReques
     if missing is not None:
         return f"no time of {missing}"
     arrival, queued, scheduled, first, last = (
-        rows.number(record, name) for name in ("arrival_time", *_CLOCK)
+        parsing.number(record, name) for name in ("arrival_time", *_CLOCK)
     )
     name = record.get("request_id")
     if not isinstance(name, str | int):
         raise RowError("request_id", f"string expected, found {kind(name)}")
-    prompt, output = rows.whole(record, "input_toks", 1), rows.whole(record, "output_toks")
+    prompt, output = parsing.whole(record, "input_toks", 1), parsing.whole(record, "output_toks")
     if not output:
         return "no output token"
     return rows.LoggedRequest(str(name), arrival, first, last, prompt, output, queued, scheduled, line=line)
@@ -401,13 +402,13 @@ def read_spans(file: SourceFile) -> rows.RequestLog:
 
 def _span_row(span: Span, line: int | None) -> rows.LoggedRequest | str:
     name, attributes = span
-    output = rows.maybe_whole(attributes, OUTPUT)
+    output = parsing.maybe_whole(attributes, OUTPUT)
     if attributes.get(TTFT) is None or not output:
         return "no time to first token"
-    arrival = rows.number(attributes, _START)
-    first = arrival + rows.number(attributes, TTFT, 0)
+    arrival = parsing.number(attributes, _START)
+    first = arrival + parsing.number(attributes, TTFT, 0)
     prefill, queue, decode, whole = (
-        rows.maybe_number(attributes, key, 0, rows.LATEST_S) for key in (PREFILL, QUEUE, DECODE, E2E)
+        parsing.maybe_number(attributes, key, 0, rows.LATEST_S) for key in (PREFILL, QUEUE, DECODE, E2E)
     )
     if decode is None and whole is None:
         raise RowError(E2E, f"missing, as is {DECODE}")
@@ -416,7 +417,7 @@ def _span_row(span: Span, line: int | None) -> rows.LoggedRequest | str:
     if prefill is not None and queue is not None:
         scheduled = first - prefill
         queued = rows.not_before(scheduled - queue, arrival)
-    prompt = rows.whole(attributes, PROMPT, 1)
+    prompt = parsing.whole(attributes, PROMPT, 1)
     name = str(attributes.get("gen_ai.request.id", name))
     last = rows.not_before(last, first)
     return rows.LoggedRequest(name, arrival, first, last, prompt, output, queued, scheduled, line=line)
@@ -543,7 +544,7 @@ def _plain_objects(file: SourceFile, unused: dict[str, None]) -> Iterator[tuple[
         with rows.placed(file, line):
             found = {name: _as_text(record[name], name) for name in names if record.get(name) is not None}
             for name in PLAIN_COLUMNS[:3]:
-                rows.number(record, name)
+                parsing.number(record, name)
         yield line, {**dict.fromkeys(PLAIN_COLUMNS, ""), **found}
 
 
@@ -559,25 +560,25 @@ def _as_text(value: Any, name: str) -> str:
         and not isinstance(value, bool)
     ):
         return str(value)
-    found = rows.as_number(value, name)
+    found = parsing.as_number(value, name)
     return str(int(found)) if found == int(found) and not name.endswith("_s") else repr(found)
 
 
 def _plain_row(fields: dict[str, str], line: int, is_json: bool) -> rows.LoggedRequest | str:
     prompt = plain_integer(fields["prompt_tokens"], "prompt_tokens", 1)
     output = plain_integer(fields["output_tokens"], "output_tokens", 0)
-    arrival = rows.text_number(fields, "arrival_s")
+    arrival = parsing.text_number(fields, "arrival_s")
     if not output or not fields["first_token_s"]:
         return "no output token"
     more: dict[str, Any] = {
-        name: rows.text_number(fields, name) for name in ("queued_s", "scheduled_s") if name in fields
+        name: parsing.text_number(fields, name) for name in ("queued_s", "scheduled_s") if name in fields
     }
     if "cached_tokens" in fields:
         more["cached_tokens"] = plain_integer(fields["cached_tokens"], "cached_tokens", 0)
     if "hash_ids" in fields:
         more["hash_ids"] = tuple(fields["hash_ids"].strip("[]").replace(",", " ").split())
     name = fields.get("request_id", str(line - 1 if is_json else line - 2))
-    first, last = rows.text_number(fields, "first_token_s"), rows.text_number(fields, "last_token_s")
+    first, last = parsing.text_number(fields, "first_token_s"), parsing.text_number(fields, "last_token_s")
     if ("prefix" in fields) != ("prefix_tokens" in fields):
         absent = "prefix_tokens" if "prefix" in fields else "prefix"
         raise RowError(absent, "is empty; prefix and prefix_tokens go together")

@@ -18,12 +18,12 @@ from scipy.optimize import least_squares
 from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
 from harness.cost.seen import LARGEST, seen
-from harness.point.bands import decode_step_s, fits_text
+from harness.point.bands import decode_step_s
 from harness.store.atomic import write_files
 from harness.twin.configured import Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
-from harness.twin.refits import refits
+from harness.twin.refits import with_refits
 from harness.twin.residuals import (
     CONSTANTS,
     FRONT_END_CONSTANTS,
@@ -183,13 +183,7 @@ def fit_device(
     )
     whole = predictor(config, log.workload)
     place = problem.without_idle(start + found.x)
-    found_others = refits(problem, place)
-    device = replace(
-        problem.device(place),
-        fits=fits_text(found_others.fits),
-        step_spread=found_others.step_spread,
-        ttft_spread=found_others.ttft_spread,
-    )
+    device = with_refits(problem, place)
     before, after = whole(problem.device(zero)), whole(device)
     device = replace(device, seen=_seen(config, device, log, after, chosen))
     if regression is not None:

@@ -135,9 +135,8 @@ class EngineLog:
     notes: tuple[str, ...] = ()
     client: str = f"The client is {OPEN}."
     steps: LoggedSteps | None = None
-    assumes_pauses: bool = (
-        False  # of the client between an answer and its next turn, which the log does not tell
-    )
+    # Of the client between an answer and its next turn, which the log does not tell.
+    assumes_pauses: bool = False
 
     @property
     def scope(self) -> str:

@@ -28,11 +28,21 @@ from typing import Any
 import numpy as np
 
 from harness.twin.log import Timeseries
-from harness.twin.rows import LoggedRequest, RequestLog, maybe_number, maybe_whole, number, placed, whole
+from harness.twin.rows import LoggedRequest, RequestLog, placed
 from harness.twin.settings import SGLANG, VLLM, EngineSettings
 from traces.errors import RowError
 from traces.formats.files import SourceFile, decode
-from traces.formats.parsing import MAX_INTEGER, integers, plain_integer, read_object, read_value
+from traces.formats.parsing import (
+    MAX_INTEGER,
+    integers,
+    maybe_number,
+    maybe_whole,
+    number,
+    plain_integer,
+    read_object,
+    read_value,
+    whole,
+)
 
 # -- settings and state -----------------------------------------------------------------------------------------------
 

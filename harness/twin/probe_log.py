@@ -13,20 +13,16 @@ import numpy as np
 
 from harness.twin.log import Timeseries
 from harness.twin.pagetwin_probe import FORMAT
-from harness.twin.rows import LoggedRequest, RequestLog, as_whole, placed
+from harness.twin.rows import LoggedRequest, RequestLog, placed
 from harness.twin.settings import VLLM, EngineSettings
 from harness.twin.steps import LoggedSteps, StepLine, StepReader
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import require_list, require_object
+from traces.formats.parsing import as_whole, require_list, require_object
 
 _ENDS = ("stop", "length")  # of requests that ended well
 _NO_OPTIONS = (
-    "scheduler",
-    "watermark",
-    "scheduler_reserve_full_isl",
-    "prefix_caching_hash_algo",
-    "num_gpu_blocks",
+    *("scheduler", "watermark", "scheduler_reserve_full_isl", "prefix_caching_hash_algo", "num_gpu_blocks"),
 )
 _NS = 1e-9
 

@@ -6,34 +6,25 @@ fit, with the derivatives that it has, and is shortened until the log allows it.
 each quarter of the time, fitted without it.
 """
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
 from scipy.optimize import lsq_linear
 
-from harness.point.bands import DRAWS
+from harness.config.schema import DeviceConfig
+from harness.point.bands import DRAWS, fits_text
 from harness.twin.log import FloatArray, IntArray
 from harness.twin.residuals import PRIOR_WEIGHT, FitProblem
 
 _NEIGHBOURS = 8  # requests that are drawn together
 _PARTS = 4
-_ALLOWED = (
-    12.0  # of half the sum of squares, in units in which a prior weighs 9: what 19 of 20 draws stay below
-)
+# Of half the sum of squares, in units in which a prior weighs 9: what 19 of 20 draws stay below.
+_ALLOWED = 12.0
 _SHORTER = 4  # times
 
 
-@dataclass(frozen=True)
-class Refits:
-    """The constants of other fits, and standard deviations of logarithms beside them: of steps, and of TTFT."""
-
-    fits: tuple[dict[str, float], ...]
-    step_spread: float
-    ttft_spread: float
-
-
-def refits(problem: FitProblem, place: FloatArray) -> Refits:
-    """Other fits of the same log around the place of the fit."""
+def with_refits(problem: FitProblem, place: FloatArray) -> DeviceConfig:
+    """The device at the place of a fit, with other fits of the same log around it and what none of them explains."""
     draw = np.random.default_rng(11)
     count = len(problem.errors(place)[1])
     part = np.arange(count) * _PARTS // count
@@ -47,11 +38,10 @@ def refits(problem: FitProblem, place: FloatArray) -> Refits:
             weights *= count / weights.sum()
         prior = np.clip(draw.standard_normal(len(place)), -1.6, 1.6)
         found.append(_allowed(problem, place, _moved(problem, place, weights, prior)))
-    constants = [problem.device(each) for each in found]
-    fits = tuple(
-        {one.key: float(getattr(device, one.key)) for one in problem.constants} for device in constants
-    )
-    return Refits(fits, *_unexplained(problem, place, part))
+    devices = [problem.device(each) for each in found]
+    fits = [{one.key: float(getattr(device, one.key)) for one in problem.constants} for device in devices]
+    steps, first = _unexplained(problem, place, part)
+    return replace(problem.device(place), fits=fits_text(fits), step_spread=steps, ttft_spread=first)
 
 
 def _moved(problem: FitProblem, place: FloatArray, weights: FloatArray, prior: FloatArray) -> FloatArray:

@@ -91,9 +91,8 @@ PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 _EFFECTIVE = 75
 # Of a logarithm; beyond it a request counts by its distance alone.
 _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
-_EXPLAINS = (
-    2.0  # a constant of the front end that lowers the sum of squares by less is none (Akaike's criterion)
-)
+# A constant of the front end that lowers the sum of squares by less is none (Akaike's criterion).
+_EXPLAINS = 2.0
 # Microseconds of a front end from which a search may begin: its time to first token goes in steps, not in slopes.
 _STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (100.0, 300.0, 1000.0)}
 

@@ -13,21 +13,7 @@ from typing import Any, TypeVar
 
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, decode, read_document
-from traces.formats.parsing import (
-    Columns,
-    as_number,
-    as_whole,
-    kind,
-    maybe_number,
-    maybe_whole,
-    number,
-    read_object,
-    read_value,
-    text_number,
-    whole,
-)
-
-__all__ = ["as_number", "as_whole", "maybe_number", "maybe_whole", "number", "text_number", "whole"]
+from traces.formats.parsing import Columns, kind, read_object, read_value
 
 LATEST_S = 1e11  # the year 5138 of a wall clock in seconds; a wall clock in milliseconds is beyond
 _ROUNDING_S = 1e-6  # of a wall clock in a double, and of the sums of its parts

@@ -23,10 +23,10 @@ from engine.runtime.options import VLLM_NAMES
 from harness.config.errors import UserError
 from harness.store.atomic import write_files
 from harness.twin.log import Timeseries
-from harness.twin.rows import LATEST_S, csv_rows, placed, text_number
+from harness.twin.rows import LATEST_S, csv_rows, placed
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import MAX_INTEGER
+from traces.formats.parsing import MAX_INTEGER, text_number
 
 SERIES_COLUMNS = ("t", "prompt_throughput", "gen_throughput", "running", "waiting", "kv_cache_pct")
 _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)")

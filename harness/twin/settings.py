@@ -377,20 +377,16 @@ SGLANG = EngineArguments(
     },
     unmodelled=dict.fromkeys(
         (
-            "speculative_algorithm",
-            "disaggregation_mode",
-            "pp_size",
-            "pipeline_parallel_size",
-            "cpu_offload_gb",
+            *("speculative_algorithm", "disaggregation_mode", "cpu_offload_gb"),
+            *("pp_size", "pipeline_parallel_size"),
         ),
         (None, "null", 1, 0, 0.0, ""),
     ),
     silent=(
         *("host", "port", "tokenizer_path", "trust_remote_code", "random_seed", "api_key", "log_level"),
         *("log_requests", "log_requests_level", "log_requests_format", "log_requests_target"),
-        "enable_metrics",
         *("served_model_name", "show_time_cost", "watchdog_timeout", "chat_template", "tool_call_parser"),
-        "reasoning_parser",
+        *("enable_metrics", "reasoning_parser"),
     ),
     short={"tp": "tp_size", "dp": "dp_size"},
 )

@@ -40,13 +40,8 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 # Families, and keys of any other, whose layers are of several kinds by a rule that is not read here.
 _MIXED_WINDOWS = ("cohere2", "ministral", "smollm3")  # without a window all layers are alike
 _MIXED = (*_MIXED_WINDOWS, "exaone4", "qwen3_next", "qwen3_5_text")
-_ASKED_WINDOWS = (
-    "qwen2",
-    "qwen2_moe",
-    "qwen3",
-    "qwen3_moe",
-    "smollm3",
-)  # where use_sliding_window says so alone
+# Where use_sliding_window says so alone.
+_ASKED_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
 # What a family must write, because its class in transformers has a default of its own: asked where that is missing.
 _UNSAID = {
     "head_dim": (
@@ -66,9 +61,14 @@ _CHUNKED = "chunked_attention"
 _MOST_LAYERS = 10**6  # as of model.layers
 _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
-# What is not quantised. Routers, norms and output embeddings are small or never are; these are not.
+# What is not quantised: norms, routers, embeddings and other parts than the text's alone, or layers differ in width.
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
-_MATRIX = re.compile(r"(^|\.)(\w*_proj|qkv|self_attn|attn|attention|mlp|experts?|feed_forward)$")
+_NO_MATRIX = re.compile(
+    r"(^|\.)((lm_head|\w*embed\w*|\w*norm|(\w+_)?gate|router)$|visual|vision|audio|merger|multi_modal|mm_)"
+)
+# Where quantisers write what they did beside a config.json that may not say it.
+_SECTIONS = ("quantization", "compression")  # the second of compressed-tensors' first versions
+_BESIDE = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 _MOST = 10**9  # of any number of a shape; more is a mistake, and sizes in bytes would not fit 64 bits
 
 
@@ -99,15 +99,24 @@ class CheckpointFacts:
         """The value under `name` as transformers reads it where it is installed and knows the family, or as written."""
         if self._filled is None:
             return self.written(name)
-        values = vars(
-            self._filled
-        )  # a configuration of layers that differ raises where it is asked for such a value
+        # A configuration of layers that differ raises where it is asked for such a value.
+        values = vars(self._filled)
         return values[name] if name in values else getattr(self._filled, name, None)
 
     @property
     def quantisation(self) -> Any:
-        """The section on quantised weights; of a nested file it stands outside of the part on text."""
-        return self._facts.get("quantization_config") or self._read.whole.get("quantization_config")
+        """The section on quantised weights, which may stand outside of the part on text; else the file that has it."""
+        sections = (
+            part.get(f"{name}_config") for name in _SECTIONS for part in (self._facts, self._read.whole)
+        )
+        beside = (name for name in _BESIDE if self._read.file.with_name(name).is_file())
+        return next(filter(None, sections), None) or next(beside, None)
+
+    @property
+    def ties_otherwise_outside(self) -> bool:
+        """Whether a nested file ties the embeddings of the whole otherwise than those of its text: engines differ."""
+        outside = self._read.whole.get("tie_word_embeddings")
+        return outside is not None and bool(outside) != bool(self.get("tie_word_embeddings"))
 
     @property
     def family(self) -> str:
@@ -232,6 +241,11 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         found.append("layers whose heads differ in width or number (per_layer_config)")
     if shared := facts.get("num_kv_shared_layers"):
         found.append(f"layers that read K and V of others (num_kv_shared_layers = {shared})")
+    if facts.ties_otherwise_outside:
+        found.append("embeddings that are tied outside of its part on text and not in it, or the reverse")
+    inner = facts.written("attn_config")
+    if isinstance(inner, dict) and inner.get("kv_n_heads"):
+        found.append(f"heads of K and V that transformers does not read (kv_n_heads = {inner['kv_n_heads']})")
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
     known = {"full_attention", _CHUNKED if facts.family == _LLAMA_4 else _SLIDING}
@@ -388,7 +402,7 @@ def _partly(facts: CheckpointFacts) -> bool:
     if not isinstance(section, dict):
         return False
     left_out = [name for key in _LEFT_OUT for name in section.get(key) or ()]
-    return bool(section.get("dynamic")) or any(_MATRIX.search(str(name)) for name in left_out)
+    return bool(section.get("dynamic")) or any(not _NO_MATRIX.search(str(name)) for name in left_out)
 
 
 def _method(facts: CheckpointFacts) -> str:

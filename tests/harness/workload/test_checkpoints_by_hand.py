@@ -42,6 +42,8 @@ def quantised(method: str, **more: Any) -> dict[str, Any]:
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
 HYBRID = ["linear_attention"] * 9 + ["full_attention"] * 3
+WINDOWED = ["sliding_attention"] * 5 + ["full_attention"] * 7
+UNTIED = {name: value for name, value in of("llama").items() if name != "tie_word_embeddings"}
 SCOUT = {
     "head_dim": 64,
     "attention_chunk_size": 128,
@@ -78,6 +80,30 @@ READ = {
     "llama gptq": of("llama", **quantised("gptq", bits=4, group_size=128)),
     "llama fp8 but its head": of("llama", **quantised("fp8", modules_to_not_convert=["lm_head"])),
     "qwen3_moe": of("qwen3_moe", **EXPERTS),
+    "gpt_oss with a list of its own": of(
+        "gpt_oss", sliding_window=64, num_local_experts=8, num_experts_per_tok=2, layer_types=WINDOWED
+    ),
+    "gemma2 without a window in its list": of(
+        "gemma2", sliding_window=128, layer_types=["full_attention"] * LAYERS
+    ),
+    "qwen2 whose list overrules its rule": of(
+        "qwen2", use_sliding_window=True, sliding_window=128, max_window_layers=4, layer_types=WINDOWED
+    ),
+    "qwen3 windows above a layer": of(
+        "qwen3", use_sliding_window=True, sliding_window=128, max_window_layers=4
+    ),
+    "smollm3 windows by rotary layers": of("smollm3", use_sliding_window=True, sliding_window=128),
+    "starcoder2": of("starcoder2", sliding_window=128),
+    "llava awq but its eyes and routers": nested(
+        "llava",
+        of("llama"),
+        **quantised(
+            "awq",
+            bits=4,
+            group_size=128,
+            modules_to_not_convert=["visual.blocks.0.attn.qkv", "model.layers.3.mlp.gate"],
+        ),
+    ),
 }
 REFUSED = {
     "llama4 with experts in every other layer": of("llama4_text", **SCOUT | {"interleave_moe_layer_step": 2}),
@@ -89,6 +115,27 @@ REFUSED = {
     "falcon_h1": of("falcon_h1"),
     "olmo3": of("olmo3", sliding_window=128),
     "exaone4 with a pattern in letters": of("exaone4", sliding_window=128, sliding_window_pattern="LLLG"),
+    "llama fp8 but a layer": of(
+        "llama", **quantised("fp8", modules_to_not_convert=["lm_head", "model.layers.0"])
+    ),
+    "awq but a matrix of an unknown name": of(
+        "llama", **quantised("awq", bits=4, group_size=128, modules_to_not_convert=["c_attn"])
+    ),
+    "compressed-tensors of a first version": of(
+        "llama", compression_config={"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    ),
+    "llava tied outside alone": nested("llava", UNTIED, tie_word_embeddings=True),
+    "mpt with grouped heads": {
+        "model_type": "mpt",
+        "d_model": 512,
+        "n_heads": 8,
+        "n_layers": LAYERS,
+        "vocab_size": 300_000,
+        "attn_config": {"kv_n_heads": 2},
+    },
+    "qwen3_moe whose first layer is dense": of("qwen3_moe", mlp_only_layers=[0], **EXPERTS),
+    "lfm2": of("lfm2", layer_types=["conv"] * 8 + ["full_attention"] * 4),
+    "gemma3n, which shares K and V": nested("gemma3n", of("gemma3n_text", num_kv_shared_layers=4)),
     "gptq by a rule": of("llama", **quantised("gptq", bits=4, group_size=128, dynamic={"-:.*attn": {}})),
     "fbgemm_fp8 without attention": of(
         "llama", **quantised("fbgemm_fp8", modules_to_not_convert=["model.layers.0.self_attn.q_proj"])
@@ -100,6 +147,7 @@ BITS = {
     "gpt_oss mxfp4": (None, 4.25),
     "llava nested, quantised outside": (4.15625, 4.15625),
     "llama gptq": (4.15625, 4.15625),
+    "llava awq but its eyes and routers": (4.15625, 4.15625),
     "llama fp8 but its head": (8.0, 8.0),
 }
 
@@ -168,6 +216,13 @@ def test_llama_4_attends_in_chunks_and_has_a_shared_expert(tmp_path: Path) -> No
         (GroupKind.chunk, 9, 128),
         (GroupKind.full, 3, None),
     ]
+
+
+@pytest.mark.parametrize("beside", ["hf_quant_config.json", "quantize_config.json", "quant_config.json"])
+def test_weights_whose_quantisation_stands_in_a_file_beside_are_refused(tmp_path: Path, beside: str) -> None:
+    (tmp_path / beside).write_text('{"quantization": {"quant_algo": "FP8"}}')
+    assert shape_of(tmp_path, of("llama")) is None
+    assert shape_of(tmp_path, of("llama", **quantised("fp8"))) is not None
 
 
 def test_what_is_not_described_is_refused(tmp_path: Path) -> None:
