@@ -39,7 +39,7 @@ from harness.config.groups import (
 from harness.config.option_files import BASE, plain_yaml, spelt
 from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides, quoted, renamed
 from harness.config.paths import check_paths
-from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig, config_keys
+from harness.config.schema import CostKind, DecodingConfig, ModelConfig, ReportConfig, RunConfig, config_keys
 from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA
@@ -459,7 +459,8 @@ def _plan_point(
     except MemoryError:
         return BadPoint(_label(varying), (_TOO_LARGE,))
     applies = tuple(item.text for item in varying if _applies(item, asked, config))
-    idle = frozenset(item.key for item in settings if not _applies(item, asked, config))
+    unread = _unread(config)
+    idle = frozenset(one.key for one in settings if one.key in unread or not _applies(one, asked, config))
     return PlannedPoint(name, tuple(item.text for item in settings), applies, config, idle)
 
 
@@ -484,6 +485,30 @@ def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
         return True
     found, kept = value_of(asked, item.key), value_of(normal, item.key)
     return bool(found == kept or (isinstance(found, str) and expanduser(found) == kept))
+
+
+# Keys that describe a part of a device or model, by what says whether it is there.
+_OF_A_PART = {
+    "links": ("device.link_gbs", "device.link_efficiency", "device.link_round_us"),
+    "disk": ("device.disk_read_gbs", "device.disk_write_gbs", "device.disk_latency_us"),
+    "timings": ("device.multiprocessors", "device.l2_mib", "device.clock_ghz"),
+    "latent": ("model.rope_dim", "model.value_dim", "model.query_rank"),
+    "experts": ("model.expert_skew",),
+}
+
+
+def _unread(config: RunConfig) -> set[str]:
+    """Keys of parts that a point lacks. Their values stay: a changed setting may bring the part."""
+    device, model = config.device, config.model
+    experts = model.path or model.experts
+    there = {
+        "links": device.tensor_parallel > 1 or (experts and device.data_parallel > 1),
+        "disk": config.cache.disk_tokens,
+        "timings": config.cost.kind in (CostKind.auto, CostKind.operators),
+        "latent": model.path or model.latent_rank,
+        "experts": experts,
+    }
+    return {key for part, keys in _OF_A_PART.items() if not there[part] for key in keys}
 
 
 def _label(settings: Settings) -> str:

@@ -315,3 +315,29 @@ def test_bad_points_that_several_processes_find_are_listed_as_one(in_processes: 
         plan_sweep(sweep_request(["trace.name=any,never-fits", "workload.seed=range(3)"]), fake_point)
     assert len(error.value.bad) == 3
     assert str(error.value).count("request 3 needs 99 blocks") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (("device.link_gbs=9", "device.link_round_us=90"), True),
+        (("device.link_gbs=9", "device.link_round_us=90", "device.tensor_parallel=4"), False),
+        (("device.l2_mib=100", "device.clock_ghz=9"), True),
+        (("device.disk_read_gbs=9",), True),
+        (("model.query_rank=64",), True),
+        (("model.expert_skew=1",), True),
+        (("model=mixtral_8x7b", "model.expert_skew=1"), False),
+        (("device.frontend_turn_us=900",), False),
+    ],
+)
+def test_what_nothing_reads_at_any_point_is_said_and_keeps_its_value(
+    words: tuple[str, ...], idle: bool
+) -> None:
+    server = ("measure=false", "cost=roofline", "device=h100", "model=llama31_8b")
+    asked = {word.partition("=")[0]: word for word in (*server, *words)}
+    plan = plan_sweep(sweep_request(tuple(asked.values())), Anything())
+    named = [word for word in words if word.partition("=")[0] not in ("model", "device.tensor_parallel")]
+    assert list(plan.idle) == (named if idle else [])
+    assert [value_of(plan.points[0].config, word.partition("=")[0]) for word in named] == [
+        pytest.approx(float(word.partition("=")[2])) for word in named
+    ]
