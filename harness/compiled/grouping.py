@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from engine.core.memory.group_layout import GroupLayout
+from engine.core.memory.group_pages import held_bytes, waste_of
 from engine.core.options import GroupKind, GroupPages, WindowHits
+from engine.core.plan import SlotUsage
 from harness.compiled.state import LayerArrays
 from harness.metrics.log import COLUMN, WASTE_COLUMNS, IntArray
 from harness.replay.arrivals import LATEST_NS, NEVER, to_s
@@ -65,46 +67,27 @@ class Waste:
     """Where the bytes of the pages go, as `harness.replay.memory.Wastes` and `WasteTimes` have it."""
 
     def __init__(self, grouping: Grouping) -> None:
-        groups = grouping.layout.groups
-        self._slot, self._size = grouping.layout.slot_bytes, grouping.layout.match_unit
-        fields = ("unit_bytes", "padding", "imbalance", "page_bytes")
-        self._of_group = {name: _numbers([getattr(group, name) for group in groups]) for name in fields}
-        self._rows: list[IntArray] = []
+        self._layout = grouping.layout
+        self._tables: list[IntArray] = []
         self._times = np.zeros(len(WASTE_COLUMNS))
 
     def add(self, steps: IntArray, logged: IntArray, *, keeps_rows: bool) -> None:
         """More steps: their records, and `StepLog.waste`."""
-        table = self._table(steps, logged)
+        behind, copies, live = logged.transpose(2, 1, 0)
+        states: Any = (steps[:, getattr(COLUMN, name)] for name in SlotUsage._fields)
+        waste = waste_of(self._layout, SlotUsage(*states), behind, copies, live)
         if keeps_rows:
-            self._rows.append(table)
+            self._tables.append(np.array([*waste, *held_bytes(self._layout, live)]))
             return
-        weighed = table[:, : len(WASTE_COLUMNS)] * to_s(steps[:, COLUMN.ns])[:, None]
+        weighed = np.array(waste).T * to_s(steps[:, COLUMN.ns])[:, None]
         self._times = np.add.accumulate([self._times, *weighed])[-1]  # in order of time, as the core adds
 
     def value(self, *, keeps_rows: bool) -> dict[str, Any]:
         """Bytes of each step by column, or bytes times seconds."""
         if not keeps_rows:
             return dict(zip(WASTE_COLUMNS, self._times.tolist(), strict=True))
-        names = [*WASTE_COLUMNS, *(f"group_{group}" for group in range(len(self._of_group["padding"])))]
-        return dict(zip(names, np.concatenate(self._rows).T.copy(), strict=True))
-
-    def _table(self, steps: IntArray, logged: IntArray) -> IntArray:
-        behind, copies, live = (logged[:, :, place] for place in range(3))
-        of, slots = self._of_group, {name: steps[:, getattr(COLUMN, name)] * self._slot for name in _STATES}
-        behind, duplicate = behind @ of["unit_bytes"], copies @ of["unit_bytes"] * self._size
-        padding, imbalance = live @ of["padding"], live @ of["imbalance"]
-        found = slots | {
-            "token": slots["token"] - behind - duplicate,
-            "behind_window": behind,
-            "duplicate": duplicate,
-            "tail": slots["internal"] - padding - imbalance,
-            "padding": padding,
-            "imbalance": imbalance,
-        }
-        return np.column_stack([*(found[name] for name in WASTE_COLUMNS), live * of["page_bytes"]])
-
-
-_STATES = ("token", "cached", "reserved", "internal", "external", "free")
+        names = [*WASTE_COLUMNS, *(f"group_{group}" for group in range(len(self._layout.groups)))]
+        return dict(zip(names, np.concatenate(self._tables, axis=1), strict=True))
 
 
 def no_layers() -> LayerArrays:

@@ -79,6 +79,7 @@ def _cache_dir() -> Path:
     for source in (
         *sorted(here.glob("*.py")),
         here.parent / "metrics" / "log.py",
+        here.parent / "cost" / "roofline.py",
         here.parents[1] / "engine" / "core" / "plan.py",
         replay / "arrivals.py",
         replay / "features.py",

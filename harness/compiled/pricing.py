@@ -3,7 +3,7 @@
 It computes the features of `harness.replay.features` and prices them with the same operations in the same order.
 """
 
-from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +25,14 @@ from harness.compiled.state import (
     Prices,
     ReplayState,
 )
+from harness.cost import roofline
 from harness.cost.fitted import FittedCost
-from harness.cost.roofline import RooflineCost
 from harness.replay.cost_model import CostModel, PacedCost
 from harness.replay.features import AT, LARGE_PREFILL, WARMING, unseen, unseen_pairs
 
 ROOFLINE, LINEAR = 0, 1
-jitable(unseen)
-jitable(unseen_pairs)
+for _each in (unseen, unseen_pairs, *roofline.SHARED):
+    jitable(_each)
 
 
 def prices_of(cost: CostModel) -> Prices | None:
@@ -40,7 +40,7 @@ def prices_of(cost: CostModel) -> Prices | None:
     if isinstance(cost, PacedCost):
         paced = prices_of(cost.cost)
         return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
-    if type(cost) is RooflineCost:
+    if type(cost) is roofline.RooflineCost:
         none = np.zeros(0, dtype=np.int64)
         return Prices(ROOFLINE, np.array(cost.rates), none, 0, 1.0, cost.reading)
     if type(cost) is FittedCost:
@@ -167,53 +167,22 @@ def note_prefill(state: ReplayState) -> None:
 @jitable
 def price(state: ReplayState) -> tuple[float, float]:
     """Seconds of the step and of its attention."""
-    seconds, attention_s = roofline(state) if state.prices.kind == ROOFLINE else linear(state)
+    seconds, attention_s = by_roofline(state) if state.prices.kind == ROOFLINE else linear(state)
     return seconds * state.prices.ratio, attention_s * state.prices.ratio
 
 
 @jitable
-def roofline(state: ReplayState) -> tuple[float, float]:
+def by_roofline(state: ReplayState) -> tuple[Any, Any]:
     """`RooflineCost.price`."""
-    features = state.features
-    rates = state.prices.rates
-    token_s, sample_s, decode_pair_s, kv_s, pair_s = rates[0], rates[1], rates[2], rates[3], rates[4]
-    host_s, fixed_s, row_s, link_s = rates[5], rates[6], rates[7], rates[8]
-    reduce_s, overlaps, decode_kv_s, copy_s, gather_s = rates[9], rates[10], rates[11], rates[12], rates[13]
-    swap_s, transfer_s, windowed = rates[14], rates[15], rates[16]
-    decode_kv, prompt_kv, pairs = features[AT.decode_kv], features[AT.prefill_kv], features[AT.prefill_work]
-    if windowed:
-        decode_kv = decode_kv - features[AT.decode_unseen_kv] * windowed
-        prompt_kv = prompt_kv - features[AT.prefill_unseen_kv] * windowed
-        pairs = pairs - features[AT.prefill_unseen_work] * windowed
-    prompts = max(prompt_kv * kv_s, pairs * pair_s)
-    decodes = max(decode_kv * decode_kv_s, decode_kv * decode_pair_s)
-    attention_s = decodes + prompts + (fixed_s + features[AT.rows] * row_s)
-    reading = state.prices.reading
-    weights_s = reading[min(int(features[AT.tokens]), len(reading) - 1)]
-    dense = features[AT.tokens] * token_s + features[AT.sampled_rows] * sample_s
-    if overlaps:
-        square = dense * dense
-        dense = sqrt(sqrt(square * square + weights_s * weights_s * (weights_s * weights_s)))
-    else:
-        dense = max(dense, weights_s)
-    seconds = dense + attention_s + features[AT.copied_slots] * copy_s + host_s
-    if reduce_s or link_s:
-        reduces = min(features[AT.tokens] * link_s, features[AT.tokens] * rates[23] + rates[24])
-        seconds = seconds + (reduces + features[AT.sampled_rows] * gather_s + reduce_s)
-    seconds = seconds + (features[AT.swapped_slots] * swap_s + features[AT.swapped_blocks] * transfer_s)
-    if rates[17]:
-        seconds = seconds + draft_seconds(state)
-    return seconds, attention_s
-
-
-@jitable
-def draft_seconds(state: ReplayState) -> float:
-    """Seconds of all draft passes of a step (`harness.cost.roofline`)."""
-    features, rates = state.features, state.prices.rates
-    token_s, weights_s, kv_s, pass_s, link_s = rates[18], rates[19], rates[20], rates[21], rates[22]
-    passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
-    dense = max(tokens * token_s, passes * weights_s)
-    return float(dense + (features[AT.draft_kv] * kv_s + passes * pass_s + tokens * link_s))
+    features: Any = state.features
+    rates: Any = state.prices.rates
+    tokens, reading = features[AT.tokens], state.prices.reading
+    decodes, prompts = roofline.attention_of(features, rates)
+    attention_s = decodes + prompts + roofline.fixed_of(rates, features[AT.rows])
+    weights_s = reading[min(int(tokens), len(reading) - 1)]
+    dense = roofline.dense_of(features, rates, tokens * rates[roofline.RATE.token], weights_s)
+    seconds = roofline.step_of(features, rates, dense, attention_s)
+    return roofline.with_moves(features, rates, seconds), attention_s
 
 
 @jitable

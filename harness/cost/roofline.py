@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import sqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -26,6 +26,8 @@ from harness.cost.model_shape import ModelShape
 from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,40 @@ class DeviceShape:
 _EFFICIENCIES = ("bandwidth_efficiency", "kv_efficiency", "compute_efficiency", "attention_efficiency")
 
 
+class Rates(NamedTuple, Generic[T]):
+    """What a roofline prices with beside the reading of weights, in seconds; the compiled replay has it as an array."""
+
+    token: T
+    sample: T  # a sampled row
+    decode_pair: T  # of a decode row
+    kv: T  # a KV slot
+    pair: T  # of a prompt
+    host: T
+    attention: T  # its fixed time
+    row: T
+    link: T  # a token in one round
+    links: T  # what all first rounds and the gather cost
+    overlaps: T  # 1 if the dense layers overlap
+    decode_kv: T  # a KV slot of a decode row
+    copy: T  # a slot that is copied
+    link_row: T  # a sampled row
+    swap: T  # a slot that is swapped
+    transfer: T  # a block that is swapped
+    windowed: T  # the share of the layers that have a window
+    drafts: T  # 1 if there is a draft model, else 0 as what follows
+    draft_token: T
+    draft_weights: T  # of a pass
+    draft_kv: T
+    draft_pass: T  # its fixed time
+    draft_link: T  # a token
+    link_in_two: T  # a token in two rounds
+    second_links: T  # what the second rounds cost
+
+
+RATE: Rates[int] = Rates(*range(len(Rates._fields)))
+"""The place of each rate, by its name."""
+
+
 class StepParts(NamedTuple):
     """Seconds of the parts of a step that a table of timed operators can replace."""
 
@@ -142,72 +178,51 @@ class RooflineCost:
         reading = device.bandwidth * device.bandwidth_efficiency
         reading_kv = device.bandwidth * device.kv_efficiency
         pairs = device.flops * device.attention_efficiency / model.attention_layers
-        self._weights_s = share * model.step_bytes / reading
-        self._token_s = share * 2.0 * model.token_weights / compute
-        self._sample_s = share * 2.0 * model.hidden * model.vocab / compute
-        self._kv_s = kv_share * model.kv_bytes_per_token / reading_kv
+        token_s = share * 2.0 * model.token_weights / compute
+        kv_s = kv_share * model.kv_bytes_per_token / reading_kv
         factor = device.block_size_factor
-        self._decode_kv_s = self._kv_s if factor is None else factor * self._kv_s
-        self._pair_s = share * model.prompt_pair_flops / pairs
-        self._decode_pair_s = share * model.decode_pair_flops / pairs
-        self._windowed = model.windowed_layers / model.attention_layers if model.window else 0.0
-        self._experts_s: FloatArray | None = None
+        experts_s: FloatArray = np.zeros(1)
         self._group_tokens: int | None = None
         if model.experts:
             holders = device.parallel * device.replicas
             groups = holders if device.expert_parallel else 1
             each = model.expert_bytes / reading * (1.0 if device.expert_parallel else 1.0 / holders)
-            self._experts_s = model.experts.touched(groups) * each
+            experts_s = model.experts.touched(groups) * each
             busiest = model.experts.busiest(groups)
             routed = model.expert_layers * model.experts.active * model.expert_weights
-            self._token_s += share * 2.0 * routed * (busiest - 1.0) / compute
+            token_s += share * 2.0 * routed * (busiest - 1.0) / compute
             self._own_token_s = share * 2.0 * (model.token_weights - routed) / compute
             self._routed_s = 2.0 * routed * busiest / holders / compute
             sent = 2.0 * (device.replicas - 1) / device.replicas * model.hidden * model.bytes_per_element
             self._exchange_s = model.expert_layers * sent / (device.link_bandwidth * device.link_efficiency)
             self._exchanges_s = 2.0 * model.expert_layers * device.link_latency_s
+        # seconds of reading the weights of a step of 0, 1, 2, ... tokens; more tokens take as long as the last
+        self.reading: FloatArray = share * model.step_bytes / reading + experts_s
         lanes = [shape for shape in (model, draft) if shape]
         lanes_bytes = sum(shape.kv_share(device.parallel) * shape.kv_bytes_per_token for shape in lanes)
-        self._copy_s = 2.0 * lanes_bytes / reading
-        self._swap_s = lanes_bytes / device.host_bandwidth
-        self._transfer_s = 2.0 * sum(shape.layers for shape in lanes) * device.host_latency_s
-        self._draft = _Draft(draft, device) if draft else None
-        self._host_s = device.step_overhead_s + model.layers * device.layer_overhead_s
-        self._attention_s = model.layers * device.attention_overhead_s
         states = share * 2.0 * model.state_layers * model.state_bytes / reading_kv
-        self._row_s = model.layers * device.row_overhead_s + states
-        self._links = _links(model, device)
+        self.rates = Rates(
+            token=token_s,
+            sample=share * 2.0 * model.hidden * model.vocab / compute,
+            decode_pair=share * model.decode_pair_flops / pairs,
+            kv=kv_s,
+            pair=share * model.prompt_pair_flops / pairs,
+            host=device.step_overhead_s + model.layers * device.layer_overhead_s,
+            attention=model.layers * device.attention_overhead_s,
+            row=model.layers * device.row_overhead_s + states,
+            overlaps=float(device.overlaps),
+            decode_kv=kv_s if factor is None else factor * kv_s,
+            copy=2.0 * lanes_bytes / reading,
+            swap=lanes_bytes / device.host_bandwidth,
+            transfer=2.0 * sum(shape.layers for shape in lanes) * device.host_latency_s,
+            windowed=model.windowed_layers / model.attention_layers if model.window else 0.0,
+            **_links(model, device),
+            **_draft_rates(draft, device),
+        )
 
     def of_group(self, tokens: int | None) -> None:
         """Price the next steps as those of replicas in lockstep that together have so many tokens; None: alone."""
         self._group_tokens = tokens
-
-    @property
-    def reading(self) -> FloatArray:
-        """Seconds of reading the weights of a step of 0, 1, 2, ... tokens; more tokens take as long as the last."""
-        experts = np.zeros(1) if self._experts_s is None else self._experts_s
-        return self._weights_s + experts
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """What the compiled replay prices with beside `reading`, in seconds.
-
-        Per token, sampled row, pair of a decode row, KV slot, pair of a prompt; host, attention's fixed time, per row;
-        link per token in one round, fixed time of the links; 1 if the dense layers overlap; KV slot of a decode row;
-        slot that is copied; link per sampled row; slot and block that are swapped; the share of the layers that have a
-        window; 1 if there is a draft model, and of it per token, weights and fixed time of a pass, KV slot, link per
-        token; link per token in two rounds, and what the second rounds cost.
-        """
-        return (
-            *(self._token_s, self._sample_s, self._decode_pair_s, self._kv_s, self._pair_s),
-            *(self._host_s, self._attention_s, self._row_s, self._links.token_s, self._links.fixed_s),
-            float(self.device.overlaps),
-            self._decode_kv_s,
-            self._copy_s,
-            *(self._links.row_s, self._swap_s, self._transfer_s, self._windowed),
-            *((1.0, *self._draft.rates) if self._draft else (0.0,) * 6),
-            *(self._links.token_in_two_s, self._links.second_s),
-        )
 
     def price(self, features: Sequence[Amount]) -> Price:
         """Seconds of the step and of its attention."""
@@ -217,131 +232,147 @@ class RooflineCost:
 
     def parts(self, features: Sequence[Amount]) -> StepParts:
         """Seconds of dense layers, and of attention over decode rows and over prompts without its fixed times."""
-        tokens = features[AT.tokens]
-        decode_kv, prompt_kv, pairs = (
-            features[AT.decode_kv],
-            features[AT.prefill_kv],
-            features[AT.prefill_work],
-        )
-        if self._windowed:
-            decode_kv = decode_kv - features[AT.decode_unseen_kv] * self._windowed
-            prompt_kv = prompt_kv - features[AT.prefill_unseen_kv] * self._windowed
-            pairs = pairs - features[AT.prefill_unseen_work] * self._windowed
-        prompts = _larger(prompt_kv * self._kv_s, pairs * self._pair_s)
-        decodes = _larger(decode_kv * self._decode_kv_s, decode_kv * self._decode_pair_s)
-        computing, routed = tokens * self._token_s, tokens
+        routed = features[AT.tokens]
+        computing = routed * self.rates.token
         if self._group_tokens is not None:
             routed = self._group_tokens
-            computing = tokens * self._own_token_s + routed * self._routed_s
-        computing = computing + features[AT.sampled_rows] * self._sample_s
-        reading = self._weights_s if self._experts_s is None else self._reading(routed)
-        dense = (_smoothly_larger if self.device.overlaps else _larger)(computing, reading)
-        return StepParts(dense, decodes, prompts)
+            computing = features[AT.tokens] * self._own_token_s + routed * self._routed_s
+        dense = dense_of(features, self.rates, computing, self._reading(routed))
+        return StepParts(dense, *attention_of(features, self.rates))
 
     def attention_fixed(self, rows: Amount) -> Amount:
         """Seconds of attention in all layers that depend on the number of rows alone."""
-        return self._attention_s + rows * self._row_s
+        return fixed_of(self.rates, rows)
 
     def total(self, features: Sequence[Amount], dense: Amount, attention: Amount) -> Amount:
         """Seconds of a step whose dense layers and attention take so long."""
-        tokens = features[AT.tokens]
-        seconds = dense + attention + features[AT.copied_slots] * self._copy_s + self._host_s
-        if self.device.parallel > 1:
-            one, links = tokens * self._links.token_s, self._links
-            two = tokens * links.token_in_two_s + links.second_s
-            reduces = np.minimum(one, two) if isinstance(tokens, np.ndarray) else min(one, two)
-            seconds = seconds + (reduces + features[AT.sampled_rows] * links.row_s + links.fixed_s)
+        seconds = step_of(features, self.rates, dense, attention)
         if self._group_tokens is not None:
             seconds = seconds + self._group_tokens * self._exchange_s + self._exchanges_s
-        seconds = seconds + self._swapping(features)
-        if self._draft:
-            seconds = seconds + self._draft.seconds(features)
-        return seconds
+        return with_moves(features, self.rates, seconds)
 
     def moving(self, features: Sequence[Amount]) -> Amount:
-        """Seconds of copied slots and swapped blocks alone."""
-        return features[AT.copied_slots] * self._copy_s + self._swapping(features)
-
-    def _swapping(self, features: Sequence[Amount]) -> Amount:
-        return features[AT.swapped_slots] * self._swap_s + features[AT.swapped_blocks] * self._transfer_s
+        """Seconds of copied slots, swapped blocks and draft passes alone."""
+        return with_moves(features, self.rates, features[AT.copied_slots] * self.rates.copy)
 
     def _reading(self, tokens: Amount) -> Amount:
-        """Seconds of reading the common weights, and the experts that so many tokens are expected to touch."""
-        assert self._experts_s is not None
-        last = len(self._experts_s) - 1
+        last = len(self.reading) - 1
         if isinstance(tokens, np.ndarray):
-            return self._weights_s + self._experts_s[np.minimum(tokens, last).astype(np.int64)]
-        return self._weights_s + float(self._experts_s[int(min(tokens, last))])
+            return self.reading[np.minimum(tokens, last).astype(np.int64)]
+        return float(self.reading[int(min(tokens, last))])
 
 
-class _Draft:
-    """The draft model's passes: each reads its weights and costs its layers' fixed times."""
-
-    def __init__(self, model: ModelShape, device: DeviceShape) -> None:
-        share = 1.0 / device.parallel
-        links = _links(model, device)
-        work = model.token_weights + model.hidden * model.vocab
-        self._token_s = share * 2.0 * work / (device.flops * device.compute_efficiency)
-        self._weights_s = share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency)
-        kv_bytes = model.kv_share(device.parallel) * model.kv_bytes_per_token
-        self._kv_s = kv_bytes / (device.bandwidth * device.kv_efficiency)
-        self._pass_s = model.layers * (device.layer_overhead_s + device.attention_overhead_s) + links.fixed_s
-        self._link_s = links.token_s + links.row_s  # a pass has few tokens, and each has logits
-
-    @property
-    def rates(self) -> tuple[float, ...]:
-        """Seconds per token, reading the weights, per KV slot, fixed time of a pass, link per token."""
-        return self._token_s, self._weights_s, self._kv_s, self._pass_s, self._link_s
-
-    def seconds(self, features: Sequence[Amount]) -> Amount:
-        """Seconds of all draft passes of a step."""
-        passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
-        dense = _larger(tokens * self._token_s, passes * self._weights_s)
-        return dense + (features[AT.draft_kv] * self._kv_s + passes * self._pass_s + tokens * self._link_s)
+# -- the parts of a price, which the compiled replay calls too ---------------------------------------------------------
 
 
-class _Links(NamedTuple):
-    """Seconds on the links: of all all-reduces of a step per token, in one round or in two; what the second rounds cost
-    beside the bytes; per row with logits; and what all first rounds and the gather cost."""
-
-    token_s: float
-    token_in_two_s: float
-    second_s: float
-    row_s: float
-    fixed_s: float
-
-
-def _links(model: ModelShape, device: DeviceShape) -> _Links:
-    """A token meets an all-reduce after attention and the MLP of every layer, a row an all-gather of its logits."""
-    others, reduces = device.parallel - 1, 2 * model.layers
-    sent_s = others * model.bytes_per_element / (device.link_bandwidth * device.link_efficiency)
-    return _Links(
-        token_s=reduces * model.hidden * sent_s,
-        token_in_two_s=reduces * model.hidden * sent_s * 2.0 / device.parallel,
-        second_s=reduces * device.link_latency_s,
-        row_s=model.vocab * sent_s / device.parallel,
-        fixed_s=min(others, 1) * (reduces + 1) * device.link_latency_s,
-    )
+def attention_of(features: Sequence[Amount], rates: Sequence[float]) -> tuple[Amount, Amount]:
+    """Seconds of attention over decode rows and over prompts, without its fixed times."""
+    decode_kv, prompt_kv, pairs = features[AT.decode_kv], features[AT.prefill_kv], features[AT.prefill_work]
+    windowed = rates[RATE.windowed]
+    if windowed:
+        decode_kv = decode_kv - features[AT.decode_unseen_kv] * windowed
+        prompt_kv = prompt_kv - features[AT.prefill_unseen_kv] * windowed
+        pairs = pairs - features[AT.prefill_unseen_work] * windowed
+    decodes = larger(decode_kv * rates[RATE.decode_kv], decode_kv * rates[RATE.decode_pair])
+    return decodes, larger(prompt_kv * rates[RATE.kv], pairs * rates[RATE.pair])
 
 
-def _larger(one: Amount, other: Amount) -> Amount:
+def fixed_of(rates: Sequence[float], rows: Amount) -> Amount:
+    """Seconds of attention that depend on the number of rows alone."""
+    return rates[RATE.attention] + rows * rates[RATE.row]
+
+
+def dense_of(
+    features: Sequence[Amount], rates: Sequence[float], computing: Amount, reading: Amount
+) -> Amount:
+    """Seconds of the dense layers, which compute for so long without the logits, and read weights for so long.
+
+    Where both overlap it is (one^4 + other^4)^(1/4): at least the larger of both, 19 % more where they are equal.
+    Square roots are rounded alike everywhere, so that numbers, arrays and compiled code give the same bits.
+    """
+    computing = computing + features[AT.sampled_rows] * rates[RATE.sample]
+    if not rates[RATE.overlaps]:
+        return larger(computing, reading)
+    square = computing * computing
+    return root(root(square * square + reading * reading * (reading * reading)))
+
+
+def step_of(features: Sequence[Amount], rates: Sequence[float], dense: Amount, attention: Amount) -> Amount:
+    """Seconds of dense layers, attention, copies, host and links."""
+    tokens = features[AT.tokens]
+    seconds = dense + attention + features[AT.copied_slots] * rates[RATE.copy] + rates[RATE.host]
+    if rates[RATE.link] or rates[RATE.links]:
+        in_two = tokens * rates[RATE.link_in_two] + rates[RATE.second_links]
+        reduces = smaller(tokens * rates[RATE.link], in_two)
+        gathers = features[AT.sampled_rows] * rates[RATE.link_row]
+        seconds = seconds + (reduces + gathers + rates[RATE.links])
+    return seconds
+
+
+def with_moves(features: Sequence[Amount], rates: Sequence[float], seconds: Amount) -> Amount:
+    """The same with swapped blocks, and all passes of the draft model: each reads its weights."""
+    swapping = features[AT.swapped_slots] * rates[RATE.swap]
+    seconds = seconds + (swapping + features[AT.swapped_blocks] * rates[RATE.transfer])
+    if not rates[RATE.drafts]:
+        return seconds
+    passes, tokens = features[AT.draft_passes], features[AT.draft_tokens]
+    dense = larger(tokens * rates[RATE.draft_token], passes * rates[RATE.draft_weights])
+    reading = features[AT.draft_kv] * rates[RATE.draft_kv]
+    return seconds + (dense + (reading + passes * rates[RATE.draft_pass] + tokens * rates[RATE.draft_link]))
+
+
+def larger(one: Amount, other: Amount) -> Amount:
     """The larger of two amounts, element by element."""
-    if type(one) is float and type(other) is float:
-        return one if one > other else other
+    if isinstance(one, float) and isinstance(other, float):
+        return max(one, other)
     return np.maximum(one, other)
 
 
-def _smoothly_larger(one: Amount, other: Amount) -> Amount:
-    """(one^4 + other^4)^(1/4): at least the larger of both, 19 % more where they are equal.
+def smaller(one: Amount, other: Amount) -> Amount:
+    """The smaller of two amounts, element by element."""
+    if isinstance(one, float) and isinstance(other, float):
+        return min(one, other)
+    return np.minimum(one, other)
 
-    Square roots are rounded alike everywhere, so that numbers, arrays and compiled code give the same bits.
+
+def root(amount: Amount) -> Amount:
+    """The square root of an amount, element by element."""
+    return sqrt(amount) if isinstance(amount, float) else np.sqrt(amount)
+
+
+SHARED = (larger, smaller, root, attention_of, fixed_of, dense_of, step_of, with_moves)
+
+
+def _draft_rates(model: ModelShape | None, device: DeviceShape) -> dict[str, float]:
+    """Those of the draft model: its part of `Rates`."""
+    if model is None:
+        return dict.fromkeys(("drafts", *(name for name in Rates._fields if name.startswith("draft_"))), 0.0)
+    share, links = 1.0 / device.parallel, _links(model, device)
+    work = model.token_weights + model.hidden * model.vocab
+    kv_bytes = model.kv_share(device.parallel) * model.kv_bytes_per_token
+    return {
+        "drafts": 1.0,
+        "draft_token": share * 2.0 * work / (device.flops * device.compute_efficiency),
+        "draft_weights": share * model.step_bytes / (device.bandwidth * device.bandwidth_efficiency),
+        "draft_kv": kv_bytes / (device.bandwidth * device.kv_efficiency),
+        "draft_pass": model.layers * (device.layer_overhead_s + device.attention_overhead_s) + links["links"],
+        "draft_link": links["link"] + links["link_row"],  # a pass has few tokens, and each has logits
+    }
+
+
+def _links(model: ModelShape, device: DeviceShape) -> dict[str, float]:
+    """Those of the links. A token meets an all-reduce after attention and the MLP of every layer, a row an all-gather
+    of its logits.
     """
-    square = one * one
-    total = square * square + other * other * (other * other)
-    if type(total) is float:
-        return sqrt(sqrt(total))
-    roots: FloatArray = np.sqrt(np.sqrt(total))
-    return roots
+    others, reduces = device.parallel - 1, 2 * model.layers
+    sent_s = others * model.bytes_per_element / (device.link_bandwidth * device.link_efficiency)
+    return {
+        "link": reduces * model.hidden * sent_s,
+        "link_in_two": reduces * model.hidden * sent_s * 2.0 / device.parallel,
+        "second_links": reduces * device.link_latency_s,
+        "link_row": model.vocab * sent_s / device.parallel,
+        "links": min(others, 1) * (reduces + 1) * device.link_latency_s,
+    }
 
 
 def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:

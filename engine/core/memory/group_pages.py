@@ -7,7 +7,7 @@
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_pool import BlockPool
@@ -218,6 +218,36 @@ class GroupWaste(NamedTuple):
     free: int
 
 
+def held_bytes(layout: GroupLayout, live: Sequence[Any]) -> tuple[Any, ...]:
+    """Bytes of the pages of each group, of which `live` are in use: numbers, or arrays over steps."""
+    return tuple(map(mul, live, [group.page_bytes for group in layout.groups]))
+
+
+def waste_of(
+    layout: GroupLayout, usage: SlotUsage, behind: Sequence[Any], copies: Sequence[Any], live: Sequence[Any]
+) -> GroupWaste:
+    """Where the bytes go. Of each group `behind` are the tokens behind windows, `copies` the duplicates and `live` the
+    pages in use: numbers, or arrays over steps, as those of `usage`.
+    """
+    slot, groups = layout.slot_bytes, layout.groups
+    padding = sum(map(mul, live, [group.padding for group in groups]))
+    imbalance = sum(map(mul, live, [group.imbalance for group in groups]))
+    behind_window = sum(map(mul, behind, [group.unit_bytes for group in groups]))
+    duplicate = sum(map(mul, copies, [group.units * group.unit_bytes for group in groups]))
+    return GroupWaste(
+        token=usage.token * slot - behind_window - duplicate,
+        behind_window=behind_window,
+        duplicate=duplicate,
+        reserved=usage.reserved * slot,
+        tail=usage.internal * slot - padding - imbalance,
+        padding=padding,
+        imbalance=imbalance,
+        cached=usage.cached * slot,
+        external=usage.external * slot,
+        free=usage.free * slot,
+    )
+
+
 class GroupUsage(SlotUsage):
     """The slot states of a cache with groups, and the account of each group for the engine's audit.
 
@@ -268,36 +298,16 @@ class GroupAccount:
 
     def held_bytes(self) -> tuple[int, ...]:
         """Bytes of the pages of each group that are in use."""
-        return tuple(
-            pages * group.page_bytes for pages, group in zip(self._live(), self._layout.groups, strict=True)
-        )
+        return held_bytes(self._layout, self._live())
 
     def waste(self, usage: SlotUsage) -> GroupWaste:
         """Where the bytes of a step go that is scheduled and not committed yet; `usage` is that of its plan."""
-        slot, groups, live = self._layout.slot_bytes, self._layout.groups, self._live()
-        padding = sum(pages * group.padding for pages, group in zip(live, groups, strict=True))
-        imbalance = sum(pages * group.imbalance for pages, group in zip(live, groups, strict=True))
         copies = self._pages.live_duplicates()
-        duplicate = sum(
-            len(pages) * group.units * group.unit_bytes for pages, group in zip(copies, groups, strict=True)
-        )
-        behind = sum(
-            self._behind_tokens(index, copies[index]) * group.unit_bytes
-            for index, group in enumerate(groups)
-            if group.window is not None
-        )
-        return GroupWaste(
-            token=usage.token * slot - behind - duplicate,
-            behind_window=behind,
-            duplicate=duplicate,
-            reserved=usage.reserved * slot,
-            tail=usage.internal * slot - padding - imbalance,
-            padding=padding,
-            imbalance=imbalance,
-            cached=usage.cached * slot,
-            external=usage.external * slot,
-            free=usage.free * slot,
-        )
+        behind = [
+            0 if group.window is None else self._behind_tokens(index, copies[index])
+            for index, group in enumerate(self._layout.groups)
+        ]
+        return waste_of(self._layout, usage, behind, [*map(len, copies)], self._live())
 
     def _behind_tokens(self, index: int, copies: Container[int]) -> int:
         """Tokens of a windowed group that no sequence sees any more, in the blocks where windows begin.
