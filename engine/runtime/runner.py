@@ -18,6 +18,7 @@ import torch
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.memory.group_pages import GroupUsage
+from engine.core.options import GroupPages
 from engine.core.plan import IntArray, Row, StepPlan, StepResult
 from engine.core.request import Request
 from engine.runtime.attention.layer import (
@@ -168,6 +169,8 @@ class Runner:
                 f"temperature {temperature} above 0"
             )
         demands = demands_of((loaded, draft), kv_dtype)
+        if groups is not None and groups.pages is GroupPages.lcm:  # a page holds K and V of several layers
+            demands = {demand._replace(contiguous=False) for demand in demands}
         self.backend = choose_for_layers(backend, loaded.device, demands).backend
         sizes = (num_blocks, block_size, host_blocks, kv_dtype)
         self.pool: KVPool | GroupedPool

@@ -155,6 +155,22 @@ def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(
     assert reuse.found > 0
 
 
+@pytest.mark.usefixtures("compiled_kernels")
+def test_c_reads_the_pages_of_groups_and_is_refused_at_load_where_a_page_holds_several_layers(monkeypatch):
+    import families
+
+    from engine.runtime.models.load import wrap_model
+    from paged_kernels.checks import BackendUnavailableError
+
+    monkeypatch.setitem(families.COMMON, "head_dim", 16)  # what C reads; the other models have 8
+    wide = wrap_model(build("ministral", MIXED.get("ministral", ())), name="ministral")
+    monkeypatch.setitem(globals(), "loaded", lambda family: wide)
+    with pytest.raises(BackendUnavailableError, match="contiguous caches"):
+        make_llm("ministral", groups="lcm", backend="native")
+    assert make_llm("ministral", groups="lcm").engine.runner.backend == "torch"
+    assert serve(make_llm("ministral", backend="native")) == [expected.__wrapped__("ministral")]
+
+
 @cases("backend", ["torch", "auto"], day=("auto",))
 def test_every_backend_reads_the_pages_of_each_group(backend):
     assert serve(make_llm("cohere2", backend=backend)) == [expected("cohere2")]
