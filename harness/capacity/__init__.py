@@ -262,8 +262,6 @@ class _RateSearch:
             start = max(
                 slow, good, min(start, _BELOW_SERVED * first.metrics.get("request_throughput", start))
             )
-            if not meets(start) and not meets(slow):
-                return Edge(None, slow, 3)
         return highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
 
 

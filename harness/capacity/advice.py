@@ -26,6 +26,7 @@ from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.config.values import replaced
 from harness.metrics import KEEPS_MORE
+from harness.point.cost import cost_model
 from harness.workload.deployment import deployment_of, layer_sets, model_shape
 from harness.workload.scheduler import eviction_policy, host_tier
 from traces.analysis.reuse import (
@@ -33,7 +34,6 @@ from traces.analysis.reuse import (
     ReuseProfile,
     optimal_hit_tokens,
     reuse_profile,
-    shared_prefix_tokens,
 )
 
 PRECISION = 0.05  # share at which the search for a rate stops
@@ -106,7 +106,7 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
         advice.answers.append(f"No advice: {few}.")
         return advice
     tell("the load as it is")
-    own = case.run(rate=case.rate)
+    own = case.run(rate=None if case.held_back else case.rate)
     if measured:
         advice.answers.append(beside(own, measured))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
@@ -329,7 +329,7 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
                 continue
             try:
                 trial = base
-                if not _changes_nothing(case, base, key, min(value, present)):
+                if not _changes_nothing(case, base, key, value):
                     trial = case.run({key: value}, rate=rate, busiest=True)
             except ConfigError:
                 continue  # this value is not allowed here
@@ -346,14 +346,28 @@ def _applies(case: LoadCase, key: str) -> bool:
     return pool.policy is CachePolicy.paged or not key.startswith("cache.")
 
 
-def _changes_nothing(case: LoadCase, base: Trial, key: str, lower: int) -> bool:
-    """Whether not even the lower of two values of a limit held a request back at the present one, so that no replay is
-    needed: a limit that is never reached decides nothing.
+def _changes_nothing(case: LoadCase, base: Trial, key: str, value: Any) -> bool:
+    """Whether no replay is needed, because what the flag decides never came up in the one without it.
+
+    A limit that is never reached decides nothing, and neither does the pool where no prompts share anything and where
+    it has room, at every step, for whatever the flag asks for.
     """
+    scheduler, cache = case.config.scheduler, case.config.cache
     if key == "scheduler.max_running":
-        return base.metrics.get("running_peak", inf) < lower
-    whole_steps = case.config.scheduler.chunked_prefill and not case.config.decoding.draft_tokens
-    return key == "scheduler.max_batched_tokens" and whole_steps and base.step_tokens < lower
+        return bool(base.metrics.get("running_peak", inf) < min(value, scheduler.max_running))
+    if key == "scheduler.max_batched_tokens":
+        whole_steps = scheduler.chunked_prefill and not case.config.decoding.draft_tokens
+        return bool(whole_steps and base.step_tokens < min(value, scheduler.max_batched_tokens))
+    assert case.served is not None
+    pool, rows = case.served.pool, case.trace.columns
+    unpriced = str(cost_model(case.served.deployment).source.provenance.get("not priced"))
+    if key == "cache.block_size" and "block size" not in unpriced:
+        return False
+    if any(case.shared) or pool.groups is not None or cache.answers or cache.tier_tokens or cache.host_tokens:
+        return False
+    sequences = int((rows.prompt_tokens + rows.output_tokens).max())
+    tails = base.metrics.get("running_peak", inf) * float(max(CANDIDATES["cache.block_size"]))
+    return base.spare_slots >= sequences + tails + scheduler.watermark * pool.tokens
 
 
 def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:
@@ -460,7 +474,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
     """What the prefixes allow, what the match unit leaves of it, and what a pool of this size leaves of that."""
     pool, trace = deployment_of(case.config).pool, case.trace
     paths, unit = PrefixPaths(trace), pool.block_size
-    shared = shared_prefix_tokens(trace)
+    shared = case.shared
     prompts = [request.prompt_tokens for request in trace.requests]
     exact = sum(shared) / max(1, sum(prompts))
     profile = reuse_profile(paths, unit, spare_last_token=True)
@@ -470,7 +484,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
         f"{unit} tokens {percent(most)}"
     )
     best = 0.0
-    if pool.groups is None and profile.blocks_in_all <= _MOST_BLOCKS:
+    if most and pool.groups is None and profile.blocks_in_all <= _MOST_BLOCKS:
         best = optimal_hit_tokens(paths, unit, pool.num_blocks) / max(1, sum(prompts))
         advice.floor += (
             f", and at most {percent(best)} with any eviction (Belady's optimum, a bound: blocks of running requests "

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.options import Sharing
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
-from harness.compiled.numba_edge import is_cached
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import (
-    Compiled,
     EngineDevice,
     Oversize,
     ReplayMode,
@@ -33,7 +32,7 @@ from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
 from harness.replay.cost_model import CostModel
 from harness.workload.point import NEVER_FITS, TOO_LONG, Point, resolve
-from harness.workload.simulate import obstacle, predict
+from harness.workload.simulate import obstacle, often_replayed, predict
 from harness.workload.trace import reshaped_trace, retimed
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.reshape import repeated, sampled, set_rate
@@ -48,8 +47,6 @@ _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound w
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
-# Requests of a case, which replays them or a window some twenty times: that pays for compiling, or for loading.
-_WORTH_COMPILING, _WORTH_LOADING = 5_000, 200
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -118,6 +115,7 @@ class Trial:
     span_s: float = 0.0
     end: str = ""
     step_tokens: float = inf  # the largest step's
+    spare_slots: float = 0.0  # of the pool, in the step with the fewest that no request holds
     busiest: bool = False  # of the busiest window alone
 
     @property
@@ -393,14 +391,17 @@ class LoadCase:
         if known not in self._parts:
             seeds = {"workload.seed": self.config.workload.seed + seed} if seed else {}
             values = {**in_the_same_memory(self.config, changes), **seeds}
-            point = resolve(replaced(self.config, values), self.recorded)
-            trace, missing = point.trace, 0
-            if changes:  # the same requests
-                here, trace = trace.columns.request_id, self._part({}, seed).point.trace
-                missing = int((~np.isin(trace.columns.request_id, here)).sum())
-            else:
-                trace = self._sample(trace)
-            self._parts[known] = _Part(point.of_trace(trace), missing)
+            if not changes:
+                anew = seed or self.served is None
+                point = resolve(replaced(self.config, values), self.recorded) if anew else self.served
+                assert point is not None
+                self._parts[known] = _Part(point.of_trace(self._sample(point.trace)), 0)
+            else:  # the same requests, as they are sent; samples that a client sends one by one are made anew
+                trace = self._part({}, seed).point.trace
+                again = self.config.decoding.sharing is Sharing.prefix_cache
+                point = resolve(replaced(self.config, values), self.recorded if again else trace)
+                missing = ~np.isin(trace.columns.request_id, point.trace.columns.request_id)
+                self._parts[known] = _Part(point.of_trace(trace), int(missing.sum()))
         return self._parts[known]
 
     def _simulated(
@@ -424,9 +425,7 @@ class LoadCase:
         self, point: Point, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
     ) -> Trial:
         cost, arrival_us = cost_model(point.deployment), point.trace.columns.arrival_us
-        enough = _WORTH_LOADING if is_cached() else _WORTH_COMPILING
-        if max(len(self.trace.requests), len(arrival_us)) >= enough and obstacle(point, cost) is None:
-            point = replace(point, replay=replace(point.replay, compiled=Compiled.always))
+        point = often_replayed(point, cost, max(len(self.trace.requests), len(arrival_us)))
         if end:
             point, cost = self._at_end(point, cost, end)
         found = predict(point, cost, rows=True)
@@ -434,10 +433,16 @@ class LoadCase:
         broken = broken_goals(self.slo, found.metrics)
         span_s, steps = float(arrival_us[-1] - arrival_us[0]) / 1e6, found.log.steps
         largest = float((steps["prefill_tokens"] + steps["decode_rows"]).max(initial=0))
+        spare = float((steps["free"] + steps["cached"]).min(initial=point.pool.tokens))
         facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end, largest
-        return Trial(rate, changes, seed, *facts)
+        return Trial(rate, changes, seed, *facts, spare_slots=spare)
 
     # -- what no simulation needs to show -------------------------------------------------------------------
+
+    @cached_property
+    def shared(self) -> list[int]:
+        """For each request, the leading prompt tokens that stood in an earlier one."""
+        return shared_prefix_tokens(self.trace)
 
     @cached_property
     def most_rate(self) -> tuple[float, str]:
@@ -452,7 +457,7 @@ class LoadCase:
         if device.name == EngineDevice.cpu.value or self.served is None:
             return inf, ""
         shape = self.served.deployment.shape
-        shared = sum(shared_prefix_tokens(self.trace)) if config.cache.prefix_caching else 0
+        shared = sum(self.shared) if config.cache.prefix_caching else 0
         prompts, outputs = rows.prompt_tokens.astype(np.float64), rows.output_tokens.astype(np.float64)
         flop = (
             2.0 * shape.token_weights * float(prompts.sum() - shared + outputs.sum() - len(rows)) / len(rows)

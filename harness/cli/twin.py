@@ -107,7 +107,7 @@ def _run(arguments: Arguments) -> int:
 
 def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], out: Path) -> int:
     """Print a server's page beside the prediction; returns 1 where they differ."""
-    from harness.twin.check import compared, pages
+    from harness.twin.check import POOL, compared, pages
     from harness.twin.configured import configured
     from harness.twin.prediction import predictor
 
@@ -125,13 +125,15 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     constants = (
         f"constants fitted to {fitted_from}" if fitted_from else "the constants of the device's description"
     )
-    say(f"Predicted with {constants}.")
+    say(f"Predicted with {constants}. {found.said(len(log.requests))}")
     say(f"{'figure':34}  {'predicted':>20}  {'real':>9}")
     for row in rows:
         say(row.line(flags.tolerance))
     known = [row for row in rows if row.real is not None]
-    if not known:
-        raise UserError(f"--check {flags.check}: no figure can be compared; the server has served nothing")
+    if all(row.name == POOL for row in known):
+        raise UserError(
+            f"--check {flags.check}: no figure of its load can be compared; the server has served nothing"
+        )
     differ = [row.name for row in known if not row.agrees(flags.tolerance)]
     said = f"differ by more than {flags.tolerance:.0%}: {', '.join(differ)}" if differ else "none differs"
     say(f"Of {len(known)} figures {said}.")

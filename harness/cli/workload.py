@@ -328,8 +328,9 @@ def _source(source: Path, words: list[str]) -> _Source:
 
     log = read_engine_log(source)
     found = configured(log, words)
-    said = (log.scope, log.client, *found.warnings)
-    return _Source(found.config, log.workload, said, measured_figures(log))
+    header = replace(log.workload.header, dropped=log.dropped)  # the scope of the case says them
+    workload = replace(log.workload, header=header)
+    return _Source(found.config, workload, (log.client, *found.warnings), measured_figures(log))
 
 
 def _of_trace(words: list[str]) -> _Source:

@@ -41,7 +41,8 @@ RESERVES = {
 
 @dataclass(frozen=True)
 class Choice:
-    """A cell of the first screen: what to choose for a setting, its effect in a few words, and how sure that is.
+    """A cell of the first screen: what to choose for a setting, or what it costs, its effect in a few words, and how
+    sure that is. What is no choice says so in `setting`: the cost of beams, the effect of shared prompts.
 
     `number` is the part of the effect that counts; `band` is its interval and what it rests on (empty: not known).
     `caution` is a sentence that must stand beside it where it stands alone.
@@ -350,7 +351,7 @@ def _along(
     text, choice = words(pairs, low, high) if pairs else ("", None)
     if text:
         text += f" ({_matched(len(pairs))}, {_side([one for pair in pairs for one in pair])})."
-        choice = choice and replace(choice, setting=short_label(key).capitalize())
+        choice = choice and replace(choice, setting=f"{choice.setting} {short_label(key).lower()}")
         yield Answer(key, question, text, "curve_" + key.replace(".", "_"), choice=choice)
 
 
@@ -369,7 +370,7 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
     cached = f", {100 * median(hits):.0f} % of prompt tokens from the cache" if hits else ""
     effect = f"the time to first token, {served.number} the requests per second{cached}"
     shares = f"{100 * high:g} % instead of {100 * low:g} %"
-    return text, Choice("", shares, first.number, effect, first.band)
+    return text, Choice("Effect of", shares, first.number, effect, first.band)
 
 
 def _not_found(records: Sequence[PointRecord], hits: float) -> str:
@@ -397,7 +398,9 @@ def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice
         text += f", generated tokens per second {made}"
     if saved:
         text += f"; sharing saves {100 * median(saved):.0f} % of their blocks"
-    return text, Choice("", f"{high} instead of {low}", served.number, "the requests per second", served.band)
+    return text, Choice(
+        "Cost of", f"{high} instead of {low}", served.number, "the requests per second", served.band
+    )
 
 
 def _load(study: Study, axes: Axes) -> Iterator[Answer]:

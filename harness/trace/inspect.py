@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
-from harness.console import remark, say
+from harness.console import one_line, remark, say
 from harness.trace.flags import (
     add_source,
     cache_folder,
@@ -93,7 +93,7 @@ def run_get(flags: argparse.Namespace) -> int:
         try:
             _fetch(file, folder)
         except (OSError, ValueError) as error:
-            remark(f"error: {file.path}: {_first_line(error)}\n{_by_hand(entry, folder)}")
+            remark(f"error: {file.path}: {one_line(error, 300)}\n{_by_hand(entry, folder)}")
             return _FAILED
     say(str(trace_path(entry)))
     return 0
@@ -117,10 +117,6 @@ def _by_hand(entry: "CatalogueEntry", folder: Path) -> str:
     ]
     first = f"Without a connection place these files in {folder}:"
     return "\n".join([first, *files, f"The publisher's page is {entry.where}"])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def add_inspect(actions: "Actions") -> None:

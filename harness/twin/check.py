@@ -1,13 +1,18 @@
 """`twin --check`: what a server says of itself on its /metrics page, beside what is predicted for its log.
 
-Counters (prefix cache, preemptions) are those since the server started, as rates over its prompt tokens and its
-finished requests. Gauges (running, waiting, KV use) are of an instant: they agree where they lie in the range that the
-prediction has for nine tenths of the time in which requests are under way. A gauge of an idle server is not compared.
+Counters (prefix cache, preemptions) are rates over prompt tokens and finished requests: since the server started, or
+between the first and the last page of a file that has several (`curl URL >> FILE` before and after the load). Gauges
+(running, waiting, KV use) are of an instant: they agree where they lie in the range that the prediction has for nine
+tenths of the time in which requests are under way. A gauge of an idle server is not compared, nor one of another number
+of engines than is predicted. What a page does not have is not compared either, and said.
+
+The names are those of vLLM 0.9 to 0.33: `vllm/v1/metrics/loggers.py`.
 """
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import nan
 from pathlib import Path
 from statistics import median
 
@@ -26,6 +31,8 @@ _HITS = ("vllm:prefix_cache_hits_total", "vllm:gpu_prefix_cache_hits_total")
 _QUERIES = ("vllm:prefix_cache_queries_total", "vllm:gpu_prefix_cache_queries_total")
 _PREEMPTIONS, _FINISHED = ("vllm:num_preemptions_total",), ("vllm:request_success_total",)
 _TOKEN_USE = ("vllm:kv_cache_token_usage_perc",)
+_NONE = "the page has none"
+POOL = "KV pool of a replica, tokens"
 Range = tuple[float, float]
 
 
@@ -50,83 +57,136 @@ class Compared:
     def line(self, tolerance: float) -> str:
         """The row of the table."""
         low, high = self.predicted
-        told = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}"
+        told = f"{low:.4g}" if low == high else f"{low:.4g} to {high:.4g}" if low < high else "–"
         if self.real is None:
             return f"{self.name:34}  {told:>20}  {'–':>9}  not compared: {self.why}"
         verdict = "agrees" if self.agrees(tolerance) else "DIFFERS"
         return f"{self.name:34}  {told:>20}  {self.real:>9.4g}  {verdict}"
 
 
-def pages(source: str, sleep: Callable[[float], None] = time.sleep) -> list[Samples]:
-    """The page in a file, or a few of a live server, a second apart.
+@dataclass(frozen=True)
+class Pages:
+    """Pages of one server in the order of time, and that from which its counters are counted (empty: its start)."""
+
+    samples: Sequence[Samples]
+    base: Samples = field(default_factory=dict)
+
+    def counted(self, names: tuple[str, ...]) -> float | None:
+        """What a counter has counted, over all engines; None where the page has none of these names."""
+        found = values(self.samples[-1], names)
+        return sum(found) - sum(values(self.base, names)) if found else None
+
+    @property
+    def engines(self) -> int:
+        """Engines of the server."""
+        return len(_labelled(self.samples[-1:], "engine"))
+
+    def said(self, log_requests: int) -> str:
+        """What the counters count, in a sentence."""
+        since = "between the first and the last page" if self.base else "since the server started"
+        finished = self.counted(_FINISHED)
+        count = "an unknown number of" if finished is None else f"{finished:,.0f}"
+        return f"Counters: of {count} finished requests {since}; the log has {log_requests:,}."
+
+
+def pages(source: str, sleep: Callable[[float], None] = time.sleep) -> Pages:
+    """The page or pages in a file, or a few of a live server, a second apart.
 
     Raises:
-        UserError: it cannot be read, or is no page of vLLM.
+        UserError: it cannot be read, is no page of vLLM, or the pages are not of one run of one server.
     """
-    if source.startswith(("http://", "https://")):
+    is_live = source.startswith(("http://", "https://"))
+    if is_live:
         found = []
         for number in range(_SAMPLES):
             sleep(_EVERY_S if number else 0.0)
-            found.append(parse(fetched(source, "--check")))
+            found.append(parse(fetched(source, "--check"))[-1])
     else:
         try:
-            found = [parse(Path(source).expanduser().read_text(encoding="utf-8", errors="replace"))]
+            found = parse(Path(source).expanduser().read_text(encoding="utf-8", errors="replace"))
         except OSError as error:
             raise UserError(f"--check {source}: cannot be read: {error.strerror or error}") from error
-    if not any(name in found[0] for name in RUNNING):
-        raise UserError(
-            f"--check {source}: has none of {', '.join(RUNNING)}: no /metrics page of a vLLM server"
-        )
-    return found
+    for page in found:
+        if not any(name in page for name in RUNNING):
+            raise UserError(
+                f"--check {source}: has none of {', '.join(RUNNING)}: no /metrics page of a vLLM server"
+            )
+    if len(models := _labelled(found, "model_name")) > 1:
+        raise UserError(f"--check {source}: has figures of several models: {', '.join(sorted(models))}")
+    for names in (_QUERIES, _HITS, _PREEMPTIONS, _FINISHED):
+        counts = [sum(values(page, names)) for page in found]
+        if counts != sorted(counts):
+            raise UserError(f"--check {source}: {names[0]} falls between two pages: the server was restarted")
+    return Pages(found, found[0] if len(found) > 1 and not is_live else {})
 
 
-def compared(run: PredictedRun, found: Sequence[Samples]) -> list[Compared]:
+def _labelled(found: Sequence[Samples], label: str) -> set[str]:
+    return {labels.get(label, "") for name in RUNNING for page in found for labels, _ in page.get(name, ())}
+
+
+def compared(run: PredictedRun, found: Pages) -> list[Compared]:
     """Every figure that both sides can have."""
-    return [*_counters(run, found[-1]), *_gauges(run, found)]
+    return [*_counters(run, found), *_gauges(run, found)]
 
 
-def _counters(run: PredictedRun, page: Samples) -> Iterator[Compared]:
+def _counters(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     requests = run.log.requests
     prompts, hits, preempted = (
         float(np.sum(requests[name])) for name in ("prompt_tokens", "hit_tokens", "preemptions")
     )
-    real_hits, queries, real_preempted, finished = (
-        sum(values(page, names)) for names in (_HITS, _QUERIES, _PREEMPTIONS, _FINISHED)
+    real_hits, queries, real_preempted, finished = map(
+        found.counted, (_HITS, _QUERIES, _PREEMPTIONS, _FINISHED)
     )
-    ratio = hits / max(1.0, prompts)
-    off = "no prompt was looked up in the prefix cache"
-    if real_hits > queries:
-        off, queries = "the page has more hits than were asked for", 0.0
-    yield _row("hit ratio of prompt tokens", (ratio, ratio), real_hits / queries if queries else None, off)
-    each = 100 * preempted / len(run.arrival_s)
-    real = 100 * real_preempted / finished if finished else None
-    yield _row("preemptions of 100 requests", (each, each), real, "no request has finished", _LEAST_COUNT)
-    for labels, _ in page.get("vllm:cache_config_info", ()):
+    ratio, each = hits / max(1.0, prompts), 100 * preempted / len(run.arrival_s)
+    real, why = _share(real_hits, queries, "no prompt was looked up in the prefix cache")
+    if real is not None and real > 1:
+        real, why = None, "the page has more hits than were asked for"
+    yield _row("hit ratio of prompt tokens", (ratio, ratio), real, why)
+    real, why = _share(real_preempted, finished, "no request has finished")
+    real = None if real is None else 100 * real
+    yield _row("preemptions of 100 requests", (each, each), real, why, _LEAST_COUNT)
+    for labels, _ in found.samples[-1].get("vllm:cache_config_info", ()):
         if pool := pool_of(labels):
             tokens, ours = pool["num_gpu_blocks"] * pool["block_size"], float(run.log.capacity_slots)
-            yield _row("KV pool of a replica, tokens", (ours, ours), float(tokens), "", _LEAST_COUNT)
+            yield _row(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
             return
 
 
-def _gauges(run: PredictedRun, found: Sequence[Samples]) -> Iterator[Compared]:
+def _share(part: float | None, whole: float | None, none: str) -> tuple[float | None, str]:
+    """A share of two counters, or why there is none."""
+    if part is None or whole is None:
+        return None, _NONE
+    return (part / whole, "") if whole else (None, none)
+
+
+def _gauges(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     at_s = np.linspace(float(run.arrival_s.min()), float(run.last_token_s.max()), 4000)
     series = run.series(at_s)
     busy = series.running + series.waiting > 0
-    idle = "the server is idle"
-    at_work = any(sum(values(page, RUNNING)) + sum(values(page, WAITING)) for page in found)
+    at_work = any(sum(values(page, RUNNING)) + sum(values(page, WAITING)) for page in found.samples)
+    others = found.engines != run.log.replicas
+    refused = f"the page has {found.engines} engines, the prediction {run.log.replicas}" if others else ""
 
     def gauge(name: str, ours: FloatArray, names: tuple[str, ...], least: float, mean: bool) -> Compared:
         low, high = np.percentile(ours[busy], _RANGE)
-        each = [values(page, names) for page in found]
-        real = median(sum(one) / (len(one) if mean else 1) for one in each) if all(each) and at_work else None
-        return _row(name, (float(low), float(high)), real, idle if all(each) else "the page has none", least)
+        each = [values(page, names) for page in found.samples]
+        real, why = None, refused or ("the server is idle" if all(each) else _NONE)
+        if all(each) and at_work and not refused:
+            real = median(sum(one) / (len(one) if mean else 1) for one in each)
+        if mean and max((max(one) for one in each if one), default=0.0) > 1:
+            real, why = None, "it is above 1, so it is no share"
+        return _row(name, (float(low), float(high)), real, why, least)
 
     yield gauge("running requests", series.running, RUNNING, _LEAST_COUNT, mean=False)
     yield gauge("waiting requests", series.waiting, WAITING, _LEAST_COUNT, mean=False)
-    if series.kv_use is not None:
-        yield gauge("kv_cache_usage_perc", series.kv_use, KV, _LEAST_SHARE, mean=True)
-        tokens = run.token_use(at_s)
-        yield gauge("kv_cache_token_usage_perc", tokens, _TOKEN_USE, _LEAST_SHARE, mean=True)
+    if series.kv_use is None:
+        yield _row(
+            "kv_cache_usage_perc", (nan, nan), None, "the use of several replicas' pools is not predicted"
+        )
+        return
+    yield gauge("kv_cache_usage_perc", series.kv_use, KV, _LEAST_SHARE, mean=True)
+    tokens = run.token_use(at_s)
+    yield gauge("kv_cache_token_usage_perc", tokens, _TOKEN_USE, _LEAST_SHARE, mean=True)
 
 
 def _row(name: str, predicted: Range, real: float | None, why: str, least: float = _LEAST_SHARE) -> Compared:

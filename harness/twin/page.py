@@ -69,7 +69,6 @@ def notes(twin: Twin) -> list[str]:
     found += [*twin.log.notes, *twin.configured.notes]
     if twin.fit is not None and twin.fit.said:
         found.append(twin.fit.said)
-    found.append(twin.log.scope)
     if traffic_of(twin.config, twin.log.workload.header.client).waits is None:
         found.append(
             "Requests arrive when they did. A client that waits for answers, or retries, would send at other times "
@@ -148,6 +147,7 @@ def _page(twin: Twin, drawings: list[Drawing], files: dict[str, bytes]) -> str:
     return filled(
         Path(__file__).with_name("twin.html.j2"),
         name=twin.log.name,
+        scope=twin.log.scope,
         verdict=verdict(twin),
         grade=grade(twin),
         fit=twin.fit,

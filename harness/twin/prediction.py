@@ -15,7 +15,7 @@ from harness.point.cost import cost_model
 from harness.twin.log import EngineLog, FloatArray, IntArray, LoggedRequests, Timeseries, tpot_s
 from harness.twin.sharing import cached_before
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate
+from harness.workload.simulate import often_replayed, simulate
 from traces.trace import Trace
 
 
@@ -140,7 +140,8 @@ def point_of(config: RunConfig, workload: Trace) -> Point:
 
 
 def _prediction(point: Point) -> PredictedRun:
-    log = simulate(point, cost_model(point.deployment))
+    cost = cost_model(point.deployment)
+    log = simulate(often_replayed(point, cost, len(point.trace.requests)), cost)
     rows = log.requests
     place = {int(name): at for at, name in enumerate(rows["request_id"])}
     order = np.array([place[row.request_id] for row in point.trace.requests])

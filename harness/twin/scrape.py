@@ -64,7 +64,7 @@ def scrape(
     rows: list[list[float]] = []
     first: Samples | None = None
     while (now := clock() - began) < seconds:
-        samples = parse(fetch(url))
+        samples = parse(fetch(url))[-1]
         if first is None and not any(name in samples for name in RUNNING):
             reason = f"--metrics {url}: has none of {', '.join(RUNNING)}: no endpoint of vLLM or SGLang"
             raise UserError(reason)
@@ -85,9 +85,12 @@ def scrape(
     return [f"{len(rows)} states in {folder / 'timeseries.csv'}.", *_write_settings(first, folder)]
 
 
-def parse(text: str) -> Samples:
-    """The samples of a page in Prometheus' text format, by name, with their labels."""
-    found: Samples = {}
+def parse(text: str) -> list[Samples]:
+    """The samples in Prometheus' text format, by name, with their labels: of a page, or of several in their order.
+
+    No page has one name with the same labels twice, so that is where the next one begins.
+    """
+    found: list[Samples] = [{}]
     for line in text.splitlines():
         sample = _LINE.match(line)
         if sample is None:
@@ -96,7 +99,10 @@ def parse(text: str) -> Samples:
             value = float(sample[3])
         except ValueError:
             continue
-        found.setdefault(sample[1], []).append((dict(_LABEL.findall(sample[2] or "")), value))
+        labels = dict(_LABEL.findall(sample[2] or ""))
+        if any(labels == other for other, _ in found[-1].get(sample[1], ())):
+            found.append({})
+        found[-1].setdefault(sample[1], []).append((labels, value))
     return found
 
 

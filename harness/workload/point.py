@@ -47,7 +47,7 @@ from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_a
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize, keyed_text, one_request_per_sample
-from traces.trace import Segment, Trace, TraceRequest
+from traces.trace import Requests, Segment, SegmentColumns, Trace, TraceRequest
 
 Identify = Callable[[TraceRequest], BlockIdentity]
 
@@ -304,7 +304,8 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     if reasons:
         if config.workload.oversize is Oversize.error:
             raise ConfigError("workload.oversize", _refusal(point, reasons))
-        too_long = trace.columns.take(np.flatnonzero(np.isin(trace.columns.request_id, list(reasons))))
+        rows = _without_texts(trace)
+        too_long = rows.take(np.flatnonzero(np.isin(rows.request_id, list(reasons))))
         left = drop_oversize(trace, {row.request_id: _kind(point, row) for row in too_long})
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
@@ -383,7 +384,7 @@ def _doubtful(point: Point) -> Sequence[TraceRequest]:
 
     Where every request has one sequence, a shorter one needs no more tokens, blocks and slots.
     """
-    rows = point.trace.columns
+    rows = _without_texts(point.trace)
     if point.workload.trace_decoding.configured != RequestDecoding() or names_widths(point.trace):
         return rows
     prompts, outputs = rows.prompt_tokens, rows.output_tokens
@@ -395,6 +396,12 @@ def _doubtful(point: Point) -> Sequence[TraceRequest]:
 
 
 _USUAL = 0.995  # of the lengths
+
+
+def _without_texts(trace: Trace) -> Requests:
+    """The requests with their lengths alone: a row with all its segments takes ten times as long to make."""
+    rows = trace.columns
+    return replace(rows, segments=SegmentColumns.private(rows.prompt_tokens))
 
 
 def _all_fit(point: Point) -> bool:

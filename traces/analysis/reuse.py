@@ -32,7 +32,6 @@ from traces.trace import Ints, SegmentColumns, Trace
 
 _MANY_ENDS = 256  # a text used at more lengths than this is cut at multiples of _GRAIN tokens only
 _GRAIN = 16
-_NEVER = 1 << 60
 Block = tuple[int, int]
 
 
@@ -63,6 +62,7 @@ def keyed_levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, In
 
     `path` has the root of each prompt, and becomes the path behind its keyed segments.
     """
+    prompts = joined(prompts)
     live, paths, depth = np.arange(len(path)), int(path.max(initial=0)) + 1, 0
     keys = np.unique(prompts.key, return_inverse=True)[1]
     while True:
@@ -76,6 +76,39 @@ def keyed_levels(prompts: SegmentColumns, path: Ints) -> Iterator[tuple[Ints, In
         yield live, pair, tokens
         path[live] = paths + _numbered(pair, tokens)
         paths, depth = paths + len(live), depth + 1
+
+
+def joined(prompts: SegmentColumns) -> SegmentColumns:
+    """The same prompts, with a segment of a text and the next one as one segment where they only occur together: the
+    one always followed by the other and always as long, and the other never behind anything else.
+    """
+    if len(prompts.key) < 2:
+        return prompts
+    keys = np.unique(prompts.key, return_inverse=True)[1] + 1
+    keys[~prompts.is_keyed] = 0
+    inside = (keys[1:] > 0) & (keys[:-1] > 0)
+    starts = prompts.first[(prompts.first > 0) & (prompts.first < len(keys))]
+    inside[starts - 1] = False
+    following, before = np.zeros_like(keys), np.zeros_like(keys)
+    following[:-1][inside], before[1:][inside] = keys[1:][inside], keys[:-1][inside]
+    is_led = _one_value(keys, following) & _one_value(keys, prompts.tokens)
+    is_next = _one_value(keys, before)
+    begins = np.ones(len(keys), np.bool_)
+    begins[1:] = ~(inside & is_led[:-1] & is_next[1:])
+    places = np.flatnonzero(begins)
+    first = np.concatenate([[0], np.cumsum(begins)])[prompts.first]
+    tokens = np.add.reduceat(prompts.tokens, places)
+    return SegmentColumns(first, prompts.key[places], tokens, prompts.is_keyed[places])
+
+
+def _one_value(keys: Ints, values: Ints) -> npt.NDArray[np.bool_]:
+    """For each place whether all those of its key have the same value."""
+    count = int(keys.max()) + 1
+    one = np.zeros(count, values.dtype)
+    one[keys] = values
+    differs = np.zeros(count, np.bool_)
+    differs[keys[values != one[keys]]] = True
+    return ~differs[keys]
 
 
 def _numbered(first: Ints, second: Ints) -> Ints:
@@ -365,27 +398,9 @@ def optimal_hit_tokens(
 
 def optimal_hits(prompts: list[list[Block]], lookups: list[int], capacity: int) -> int:
     """Hits of the optimum: request i has the blocks `prompts[i]`, and looks the first `lookups[i]` of them up."""
-    ahead: dict[Block, int] = {}
-    next_use: list[list[int]] = []
-    for index in range(len(prompts) - 1, -1, -1):
-        next_use.append([ahead.get(block, _NEVER) for block in prompts[index]])
-        ahead.update(dict.fromkeys(prompts[index][: lookups[index]], index))
-    next_use.reverse()
-    kept: dict[Block, int] = {}  # block: the request that looks it up next
-    farthest: list[tuple[int, int, Block]] = []  # entries that are no longer kept stay until they come up
-    hits = 0
-    for blocks, looked_up, uses in zip(prompts, lookups, next_use, strict=True):
-        hits += sum(block in kept for block in blocks[:looked_up])
-        for place, (block, use) in enumerate(zip(blocks, uses, strict=True)):
-            kept.pop(block, None)
-            if use != _NEVER:
-                kept[block] = use
-                heappush(farthest, (-use, -place, block))
-        while len(kept) > capacity:
-            use, _, block = heappop(farthest)
-            if kept.get(block) == -use:
-                del kept[block]
-    return hits
+    asked = [blocks[:count] for blocks, count in zip(prompts, lookups, strict=True)]
+    one_by_one = ((enters, index) for index in range(len(prompts)) for enters in (True, False))
+    return optimal_hits_of_run(asked, prompts, one_by_one, capacity)
 
 
 def optimal_hits_of_run(

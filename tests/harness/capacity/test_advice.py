@@ -9,7 +9,7 @@ import pytest
 
 from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise, best_rule, tier_line
+from harness.capacity.advice import Advice, advise, best_rule, effects, tier_line
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
@@ -62,6 +62,23 @@ def case_of(file: Path, *overrides: str, slo: str = SLO) -> LoadCase:
 
 def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
     return advise(case_of(file, *overrides, slo=slo), lambda what: None)
+
+
+@pytest.mark.parametrize("pool", [None, 40_000, 2_000])
+@pytest.mark.parametrize("shared", [0, 800])
+def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int, pool: int | None) -> None:
+    """A replay of every flag has the figures that are said of it, whether it was spared or not."""
+    words = [] if pool is None else [f"cache.pool_tokens={pool}"]
+    case = case_of(write(tmp_path, shared, 400, 60, 60, 0.05), *words)
+    found = effects(case, 20.0)
+    spared = {one.key for one in found if not one.trial.changes}
+    for one in found:
+        again = LoadCase(case.config, case.slo, requests=60).run(
+            {one.key: one.value}, rate=20.0, busiest=True
+        )
+        assert again.metrics["ttft_p99"] == pytest.approx(one.trial.metrics["ttft_p99"])
+        assert again.metrics["tpot_mean"] == pytest.approx(one.trial.metrics["tpot_mean"])
+    assert ("cache.block_size" in spared) == (not shared and pool != 2_000)
 
 
 def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path: Path) -> None:

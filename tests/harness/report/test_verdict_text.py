@@ -186,7 +186,7 @@ def test_the_console_says_what_to_choose_and_how_far_to_trust_it_a_line_each(tmp
     axes = {"cache.block_size": (8, 16), "decoding.beam_width": (1, 2)}
     lines = console_lines(read_study(write_store(tmp_path, grid(axes))))
     assert [line.partition(":")[0] for line in lines[:4]] == [
-        "Everything finished", "Cache", "Block size", "Beam width"
+        "Everything finished", "Cache", "Block size", "Cost of beam width"
     ]  # fmt: skip
     assert "Typical errors: memory" in lines[4]
     assert len(lines) == 5

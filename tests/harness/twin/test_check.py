@@ -73,6 +73,99 @@ def test_an_address_that_leads_nowhere_is_refused(address):
         pages(address)
 
 
+def with_pages(path: Path, *changes: tuple[str, str]) -> Path:
+    """The same file with the page once more for each change, which holds from there on."""
+    text = pages_text = path.read_text()
+    for old, new in changes:
+        text = text.replace(old, new)
+        pages_text += "\n" + text
+    path.write_text(pages_text)
+    return path
+
+
+def figures_of(run, path: Path) -> dict[str, tuple[float | None, str]]:
+    return {row.name: (row.real, row.why) for row in compared(run, pages(str(path)))}
+
+
+def test_counters_of_two_pages_are_those_of_the_time_between(run, tmp_path):
+    counts = {"prefix_cache_hits_total": 40, "prefix_cache_queries_total": 100, "request_success_total": 10}
+    path = page_of(run, tmp_path, **counts, num_preemptions_total=9)
+    more = (("hits_total 40", "hits_total 100"), ("queries_total 100", "queries_total 200"))
+    with_pages(path, *more, ("request_success_total 10", "request_success_total 50"))
+    found = figures_of(run, path)
+    assert found["hit ratio of prompt tokens"][0] == 0.6
+    assert found["preemptions of 100 requests"][0] == 0
+    assert "of 40 finished requests between" in pages(str(path)).said(300)
+
+
+def test_pages_around_a_restart_are_refused(run, tmp_path):
+    path = with_pages(
+        page_of(run, tmp_path, request_success_total=10), ("success_total 10", "success_total 3")
+    )
+    with pytest.raises(UserError, match=r"request_success_total falls .*: the server was restarted"):
+        pages(str(path))
+
+
+def test_a_live_server_that_restarts_meanwhile_is_refused(run, tmp_path, monkeypatch):
+    texts = [page_of(run, tmp_path, request_success_total=count).read_text() for count in (10, 11, 0, 1, 2)]
+    monkeypatch.setattr("harness.twin.check.fetched", lambda *_: texts.pop(0))
+    with pytest.raises(UserError, match="the server was restarted"):
+        pages("http://server/metrics", sleep=lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("metric", "row"),
+    [
+        ("num_preemptions_total", "preemptions of 100 requests"),
+        ("request_success_total", "preemptions of 100 requests"),
+        ("prefix_cache_hits_total", "hit ratio of prompt tokens"),
+        ("num_requests_waiting", "waiting requests"),
+    ],
+)
+def test_what_a_page_does_not_have_is_not_taken_for_none(run, tmp_path, metric, row):
+    path = page_of(run, tmp_path)
+    path.write_text("\n".join(line for line in path.read_text().splitlines() if metric not in line))
+    assert figures_of(run, path)[row] == (None, "the page has none")
+
+
+def test_gauges_of_another_number_of_engines_are_not_compared(run, tmp_path):
+    path = page_of(run, tmp_path)
+    one = path.read_text().splitlines()
+    each = [line.replace(" ", f'{{engine="{engine}"}} ') for engine in (0, 1) for line in one[:-1]]
+    path.write_text("\n".join([*each, one[-1]]))
+    found = figures_of(run, path)
+    assert found["running requests"] == (None, "the page has 2 engines, the prediction 1")
+    assert found["hit ratio of prompt tokens"][0] is not None
+
+
+def test_a_page_of_several_models_is_refused(run, tmp_path):
+    path = page_of(run, tmp_path)
+    each = [path.read_text().replace("running ", f'running{{model_name="{name}"}} ') for name in "ab"]
+    path.write_text("\n".join([each[0], each[1].splitlines()[0]]))
+    with pytest.raises(UserError, match="several models: a, b"):
+        pages(str(path))
+
+
+def test_a_share_above_one_is_not_compared(run, tmp_path):
+    found = figures_of(run, page_of(run, tmp_path, kv_cache_usage_perc=35.0))
+    assert found["kv_cache_usage_perc"] == (None, "it is above 1, so it is no share")
+
+
+def test_a_server_that_has_served_nothing_proves_nothing(run, tmp_path, capsys):
+    zero = dict.fromkeys(
+        (
+            "num_requests_running",
+            "num_requests_waiting",
+            "prefix_cache_queries_total",
+            "prefix_cache_hits_total",
+        ),
+        0,
+    )
+    path = page_of(run, tmp_path, **zero, num_preemptions_total=0, request_success_total=0)
+    assert main(["twin", str(RECORDED), *WORDS, "--check", str(path), f"--out={tmp_path / 'out'}"]) == 2
+    assert "has served nothing" in capsys.readouterr().err
+
+
 def test_check_takes_no_question_beside_it(capsys):
     assert main(["twin", str(RECORDED), *WORDS, "--check", "page", "--what-if", "load=2"]) == 2
     assert "--check compares and ends" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from engine.core.options import SchedulerLimits
 from engine.core.plan import StepResult
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from traces.analysis.reuse import PrefixPaths, reuse_profile, shared_prefix_tokens
+from traces.analysis.reuse import PrefixPaths, joined, prompt_paths, reuse_profile, shared_prefix_tokens
 from traces.analysis.statistics import trace_distributions
 from traces.arrivals import ArrivalProcess
 from traces.reading import read_trace
@@ -42,6 +43,32 @@ def make(rows: list[list[tuple[int | None, int]]]) -> Trace:
     return Trace(
         TraceHeader("made", "made", "test", "content", None, 1, "00", len(rows), len(rows)), tuple(requests)
     )
+
+
+@given(prompts)
+def test_texts_that_only_occur_together_count_as_one(rows: list[list[tuple[int | None, int]]]) -> None:
+    """Joined or not, the same tokens are shared and the same prompts are equal."""
+    columns = make(rows).columns.segments
+    both = joined(columns)
+    assert len(both.key) <= len(columns.key)
+    parts = [
+        (one.first.tolist(), np.add.reduceat(one.tokens, one.first[:-1]).tolist()) for one in (columns, both)
+    ]
+    assert parts[0][1] == parts[1][1]
+    seen, path = prompt_paths(columns)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("traces.analysis.reuse.joined", lambda prompts: prompts)
+        apart, path_apart = prompt_paths(columns)
+    assert seen.tolist() == apart.tolist()
+    assert (path[:, None] == path).tolist() == (path_apart[:, None] == path_apart).tolist()
+
+
+def test_a_chain_of_texts_is_one_segment() -> None:
+    chain = [(key, 512) for key in range(40)]
+    found = joined(make([[*chain, (100, 7)], [*chain, (101, 9)], chain[:1]]).columns.segments)
+    assert np.diff(found.first).tolist() == [3, 3, 1]
+    found = joined(make([[*chain, (100, 7)], [*chain, (101, 9)]]).columns.segments)
+    assert found.tokens.tolist() == [40 * 512, 7, 40 * 512, 9]
 
 
 def blocks_of(request: TraceRequest, size: int) -> list[bytes]:
