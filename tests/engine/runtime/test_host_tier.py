@@ -1,6 +1,7 @@
 """A host tier below the pool: what it brings back gives the tokens of `generate()`, and a copy left out is NaN."""
 
 import pytest
+from tiers import cases
 
 from engine.core.options import SchedulerLimits, TierStore
 
@@ -52,6 +53,32 @@ def test_a_tier_beside_swapped_requests_changes_no_token(model_of, generate, pro
     assert loaded_blocks(llm) > 0
     assert llm.engine.counters.swaps > 0
     assert found == 2 * [generate("llama", prompt, TOKENS)[0][0] for prompt in prompts]
+
+
+@cases("preemption", ["recompute", "swap"], day=["swap"])
+@cases("store", list(TierStore), day=1)
+@cases("branches", [{"beam_width": 3}, {"n": 3, "temperature": 1.0, "seed": 5}], day=1)
+def test_branches_of_two_tenants_beside_a_tier_change_no_token(
+    branches, store, preemption, model_of, prompts
+):
+    """Beams and samples of prompts of two salts, preempted, with a tier and without."""
+    from engine.core.options import Preemption
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
+
+    limits = SchedulerLimits(40, 6, max_model_len=64, preemption=Preemption(preemption))
+    texts = [{"prompt_token_ids": prompt, "cache_salt": salt} for salt in "ab" for prompt in prompts]
+    found = {}
+    for tier_blocks in (0, 60):
+        sizes = {"block_size": 4, "pool_tokens": 100, "host_blocks": 40, "tier_blocks": tier_blocks}
+        llm = LLM(model_of("llama"), limits=limits, audit="full", tier_store=store, **sizes)
+        asked = SamplingParams(max_tokens=20, **{"temperature": 0, **branches})
+        done = [each for _ in range(2) for each in llm.generate(texts, asked)]
+        found[tier_blocks] = [[list(out.token_ids) for out in each.outputs] for each in done]
+        assert llm.engine.counters.preemptions > 0
+        assert (llm.engine.counters.swaps > 0) == (preemption == "swap")
+    assert loaded_blocks(llm) > 0
+    assert found[0] == found[60]
 
 
 @pytest.mark.parametrize("name", ["swap_in", "swap_out"])

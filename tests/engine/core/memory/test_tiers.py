@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.tiers import HostBlocks, Tier, TierHit, Tiers, TierSpec
 from engine.core.options import Eviction, TierLoad, TierStore
 from engine.core.plan import StepPlan
+from traces.reading import read_trace
 
 SIZE = 4
 Asked = tuple[list[tuple[int | None, int]], int]  # segments, output tokens
@@ -71,9 +73,9 @@ def chats(draw: random.Random, count: int) -> list[Asked]:
 
 
 def compare(
-    requests: Sequence[Asked], blocks: int, counts: Sequence[int], size: int, store: TierStore
+    requests: Sequence[Asked], blocks: int, counts: Sequence[int], size: int, store: TierStore, every: int = 1
 ) -> list[int]:
-    """Hits by level of all requests together, equal for each of them."""
+    """Hits by level of all requests together, equal for each of them; counters are recounted after `every`."""
     scheduler = tiered(blocks, counts, size, store=store)
     model = TwoLevels(blocks, size, counts, written=store is TierStore.written)
     totals = [0] * (1 + len(counts))
@@ -87,7 +89,8 @@ def compare(
         expected = model.request(rid, keys, request.prompt_tokens, request.output_tokens)
         assert (found - sum(lower), *lower) == expected, rid
         totals = [one + more for one, more in zip(totals, expected, strict=True)]
-        scheduler.manager.check()
+        if rid % every == 0:
+            scheduler.manager.check()
     assert [each.written for each in below(scheduler).tiers] == [level.written for level in model.levels]
     return totals
 
@@ -99,6 +102,22 @@ def test_hits_by_tier_are_those_of_an_lru_of_several_levels(
     store: TierStore, counts: tuple[int, ...], seed: int
 ) -> None:
     totals = compare(chats(random.Random(seed), 120), 26, counts, SIZE, store)
+    assert all(totals)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("store", list(TierStore))
+@pytest.mark.parametrize("counts", [(8_000,), (4_000, 40_000)])
+def test_recorded_conversations_hit_by_tier_as_in_an_lru_of_several_levels(
+    store: TierStore, counts: tuple[int, ...]
+) -> None:
+    """3,000 of Mooncake's, one after the other, in its blocks of 512 tokens; a pool of a million tokens."""
+    path = Path(__file__).parents[5] / "shared/traces/mooncake-fast25/conversation_trace.jsonl"
+    if not path.exists():
+        pytest.skip(f"too large for this repository, looked for in {path}")
+    rows = read_trace(path).requests[:3_000]
+    asked = [(list(row.segments), row.output_tokens) for row in rows]
+    totals = compare(asked, 2_000, counts, 512, store, every=100)
     assert all(totals)
 
 
