@@ -194,7 +194,7 @@ TABLE: tuple[Capability, ...] = (
                lambda a: a.cache.groups is not GroupPages.uniform and a.cache.pool_blocks is not None,
                {Way.groups: "pages of its pools differ; use cache.pool_tokens"}),
     Capability("cache.tier_tokens", lambda a: a.cache.tier_tokens,
-               {Way.groups: "a tier finds leading blocks, and windows and states hit by their last ones",
+               {Way.groups: "not modelled: a tier finds leading blocks, windows and states hit by their last",
                 Way.oracle: "it is compared without tiers", Way.client: _UNKNOWN}),
     Capability("cache.tier_tokens",
                lambda a: a.cache.tier_tokens > 0 and (_is_special(a) or a.cache.tier_eviction is not Eviction.lru),
