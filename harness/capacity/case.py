@@ -204,9 +204,9 @@ class LoadCase:
 
     @cached_property
     def trace(self) -> Trace:
-        """The requests that are simulated. Raises UserError, with the scope, if there are none."""
+        """The requests that are simulated. Raises UserError if there are none; the scope says why."""
         if self.served is None:
-            raise UserError(f"{self.scope} No answer.")
+            raise UserError("no answer, because no request is left to simulate")
         return self._sample(self.served.trace)
 
     @property
@@ -257,12 +257,13 @@ class LoadCase:
         from harness.capacity.flags import longer_preset
         from harness.workload.deployment import max_position
 
-        needed = int((rows.prompt_tokens + rows.output_tokens).max())
+        lengths = rows.prompt_tokens + rows.output_tokens
+        needed, shortest = int(lengths.max()), int(lengths.min())
         own = max_position(self.config.model)
         if needed <= own:
             return f"; cache.max_model_len={needed} takes them"
         name, takes = longer_preset(self.config, needed)
-        if name is None:
+        if name is None or takes < shortest:
             return ""
         return f"; model={name} takes " + ("them" if takes >= needed else f"those of up to {takes:,}")
 

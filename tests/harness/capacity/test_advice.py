@@ -81,6 +81,16 @@ def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int
     assert ("cache.block_size" in spared) == (not shared and pool != 2_000)
 
 
+def test_no_model_is_named_that_takes_none_of_what_is_left_out(tmp_path: Path, capsys) -> None:
+    for prompt, named in ((20_000, "model=llama31_8b takes them"), (10_000_000, None)):
+        file = write(tmp_path, 0, prompt, 5, 40, 1.0)
+        assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100"]) == 2
+        said = capsys.readouterr()
+        assert said.out.count("Simulated: 0 of 40 requests") == 1
+        assert (f"; {named}" if named else "takes here.") in said.out
+        assert said.err.strip() == "error: no answer, because no request is left to simulate"
+
+
 def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path: Path) -> None:
     """For requests one after the other that fit the smallest pool, exactly."""
     draw, file = np.random.default_rng(3), tmp_path / "trace.jsonl"
