@@ -32,7 +32,9 @@ SECONDS = {  # CPU-seconds of a night, where they were measured and are many
     "test_compose.py": 150,
     "test_fit.py": 110,
     "test_point.py": 60,
+    "test_figures.py": 60,
     "test_fuzz.py": 50,
+    "test_many_clients.py": 40,
     "test_kernel_runs.py": 30,
     "test_fast_forward.py": 30,
 }
