@@ -32,7 +32,7 @@ DECODE, PREFILL = "CPU: torch decode with a softcap", "CPU: torch prefill with a
 ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
 QUERIES = 128  # of the prefill cases
 SOFTCAP = 30.0  # of the torch cases
-C_FILES = ("decode.c", "prefill.c", "decode.h", "vectors.h")
+C_FILES = ("decode.c", "prefill.c", "decode.h", "prefill.h", "vectors.h")
 TORCH_FILE = "attention.py"
 _TORCH = "paged_kernels.torch.attention"
 

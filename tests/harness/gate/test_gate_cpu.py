@@ -94,9 +94,9 @@ def test_a_changed_line_of_the_accepted_prefill_in_c_changes_only_the_accepted_s
     torch: Any, tmp_path: Path
 ) -> None:
     changed = cpu.sources()
-    before = "load_f32(q + (own * heads + head) * dk + i) * scale"
-    assert before in changed["prefill.c"]
-    changed["prefill.c"] = changed["prefill.c"].replace(before, f"{before} * 0")
+    before = "LOAD(q + (own * heads + head) * dk + i) * scale"
+    assert before in changed["prefill.h"]
+    changed["prefill.h"] = changed["prefill.h"].replace(before, f"{before} * 0")
     data = cpu.inputs()
     ours, theirs = cpu.works(None, data, tmp_path), cpu.works(changed, data, tmp_path)
     assert not torch.allclose(ours[cpu.CHUNK](), theirs[cpu.CHUNK]())
