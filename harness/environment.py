@@ -147,7 +147,7 @@ def digested_files(root: Path) -> list[Path]:
     return [
         path
         for path in paths
-        if not path.relative_to(root).as_posix().startswith(("reference", "providers/"))
+        if not path.relative_to(root).as_posix().startswith(("reference", "providers", "case"))
     ]
 
 

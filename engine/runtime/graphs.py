@@ -17,8 +17,7 @@ from engine.runtime.batch import StepBatch
 from engine.runtime.decoding.choose import ForwardOutput, forward_output
 from engine.runtime.kv_pool import KVPool
 from engine.runtime.models.load import LoadedModel
-from paged_kernels import Scoring, Workspace, paged_attention_decode
-from paged_kernels.torch import cache as torch_cache
+from paged_kernels import Scoring, Workspace, paged_attention_decode, torch_backend
 
 if TYPE_CHECKING:
     from paged_kernels.triton.decode import PartsOfStep
@@ -87,7 +86,7 @@ class StaticMetadata:
             triton_cache.store(cache, rows, slots)
             return
         wanted = slots >= 0
-        torch_cache.store(cache, rows[wanted], slots[wanted])
+        torch_backend.store(cache, rows[wanted], slots[wanted])
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor

@@ -28,7 +28,7 @@ from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
 from engine.runtime.kv_pool import KVPool, LayerShape, SlotMarks, kv_dtype_of, memory_on, storage_of
 from engine.runtime.options import KVDtype
-from paged_kernels.memory import storable
+from paged_kernels.arguments import storable
 
 # The window of a layer with a state: a token needs what stands at the token before it.
 SEES_ITS_STATE = 2

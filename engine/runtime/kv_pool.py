@@ -13,7 +13,7 @@ import torch
 
 from engine.runtime.errors import ModelError
 from engine.runtime.options import KVDtype
-from paged_kernels.torch.cache import copy_blocks
+from paged_kernels.torch_backend import copy_blocks
 
 LayerShape = tuple[tuple[int, int], tuple[int, int]]  # (kv_heads, dk) of K and (kv_heads, dv) of V
 _FP8_NAN = 0xFF  # NaN in e4m3, a type without infinity; four of them are NaN in float32, two in 16 bits

@@ -18,8 +18,8 @@ from harness.bench import calls
 from harness.bench.cases import KernelCase
 from harness.bench.results import Problem, ProblemKind, kind_of, note, read_problems, read_settings, shortened
 from harness.cost.timings import OURS
+from paged_kernels.case import exact_output
 from paged_kernels.providers import Case, find_providers
-from paged_kernels.providers.case import exact_output
 
 MOST_FAILURES = 2  # of one provider, after which it is not tried again in this run
 

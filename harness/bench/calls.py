@@ -148,8 +148,8 @@ def _between_events(work: Callable[[], object]) -> float:
 
 def build(spec: KernelCase, device: torch.device, seed: int) -> Case:
     """The tensors of a case, with contents drawn from `seed`. Its name is that of the grid."""
-    from paged_kernels.providers.case import CaseSpec as TensorSpec
-    from paged_kernels.providers.case import build_case
+    from paged_kernels.case import CaseSpec as TensorSpec
+    from paged_kernels.case import build_case
 
     names = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
     names |= {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
@@ -184,7 +184,7 @@ def checked_runs(
         DisagreementError: the provider's output is wrong.
         UnsupportedCaseError: the provider cannot serve the case.
     """
-    from paged_kernels.providers.case import exact_output, verify
+    from paged_kernels.case import exact_output, verify
 
     runs = [provider.prepare(case) for case in cases]
     wanted = exact_output(cases[0]) if exact is None else exact

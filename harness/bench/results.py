@@ -121,8 +121,8 @@ class Problem:
 
 def kind_of(error: Exception) -> ProblemKind:
     """The kind of problem that an error of a provider means."""
+    from paged_kernels.case import DisagreementError
     from paged_kernels.providers import UnsupportedCaseError
-    from paged_kernels.providers.case import DisagreementError
 
     if isinstance(error, UnsupportedCaseError):
         return ProblemKind.unsupported

@@ -73,7 +73,7 @@ def _providers(flags: argparse.Namespace, device: str) -> tuple[list[str], dict[
     """The names of the providers to run, ours first; and for requested ones that cannot run, the reason."""
     import torch
 
-    from paged_kernels.checks import OptionError
+    from paged_kernels.arguments import OptionError
     from paged_kernels.providers import find_providers
 
     if device == "cuda" and not torch.cuda.is_available():

@@ -33,7 +33,7 @@ _NODES_PER_OCTAVE = 4
 _INWARDS = 1 - 1e-9  # moves nodes on the rim inside, since rounding could put them outside
 
 
-# Of a chunk whose keys are read in parts, as those of decode rows (`paged_kernels.attention`).
+# Of a chunk whose keys are read in parts, as those of decode rows (`paged_kernels.operations`).
 SHORT_QUERIES = 64
 
 

@@ -32,9 +32,9 @@ DECODE, PREFILL = "CPU: torch decode with a softcap", "CPU: torch prefill with a
 ROWS, HEADS, KV_HEADS, DIM, CONTEXT, BLOCK = 8, 16, 4, 64, 512, 16
 QUERIES = 128  # of the prefill cases
 SOFTCAP = 30.0  # of the torch cases
-C_FILES = ("decode.c", "prefill.c", "decode.h", "prefill.h", "vectors.h")
-TORCH_FILE = "attention.py"
-_TORCH = "paged_kernels.torch.attention"
+C_FILES = ("attention.c", "attention.h", "vectors.h")
+TORCH_FILE = "torch_backend.py"
+_TORCH = "paged_kernels.torch_backend"
 
 
 def case_names() -> list[str]:
@@ -44,11 +44,10 @@ def case_names() -> list[str]:
 
 def sources() -> dict[str, str]:
     """Today's sources of the timed code, by file name."""
-    import paged_kernels.native
-    import paged_kernels.torch
+    from paged_kernels import native, torch_backend
 
-    native = Path(paged_kernels.native.__file__).parent
-    files = [*(native / name for name in C_FILES), Path(paged_kernels.torch.__file__).parent / TORCH_FILE]
+    folder = Path(native.__file__).parent
+    files = [*(folder / name for name in C_FILES), Path(torch_backend.__file__)]
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
@@ -84,10 +83,10 @@ def works(version: Mapping[str, str] | None, data: CpuInputs, folder: Path) -> d
         UserError: the version cannot be compiled or loaded here; the message says why.
     """
     if version is None:
+        from paged_kernels import torch_backend
         from paged_kernels.native import library
-        from paged_kernels.torch import attention
 
-        return _works(library(), attention, data)
+        return _works(library(), torch_backend, data)
     module = load({_TORCH: version[TORCH_FILE]}, folder)[_TORCH]
     return _works(_compile(version, folder), module, data)
 

@@ -12,9 +12,9 @@ def merged_blocks() -> Found:
     """Attention block by block, merged by (maximum, sum, output), in two orders, against softmax over all keys."""
     import torch
 
-    from paged_kernels.attention import merge_attn_states
+    from paged_kernels.arguments import Scoring
+    from paged_kernels.operations import merge_attn_states
     from paged_kernels.reference import attend
-    from paged_kernels.scoring import Scoring
 
     torch.manual_seed(0)
     q = torch.randn(1, 4, 32, dtype=torch.float64)
@@ -35,8 +35,8 @@ def permuted_table() -> Found:
     """Paged attention through a permuted block table, whose other slots are NaN, against contiguous K and V."""
     import torch
 
+    from paged_kernels.arguments import Scoring
     from paged_kernels.reference import attend, paged_attention
-    from paged_kernels.scoring import Scoring
 
     torch.manual_seed(0)
     q = torch.randn(1, 4, 32, dtype=torch.float64)
@@ -54,7 +54,7 @@ def permuted_table() -> Found:
 
 def causal_rows(tokens: int) -> Found:
     """How many columns each row of a causal mask sees."""
-    from paged_kernels.scoring import causal_window
+    from paged_kernels.arguments import causal_window
 
     return {"columns": [int(row.sum()) for row in causal_window(tokens, tokens)]}
 

@@ -8,27 +8,29 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from paged_kernels.attention import (
-        cascade_attention_decode,
-        merge_attn_states,
-        paged_attention_decode,
-        paged_attention_prefill,
-    )
-    from paged_kernels.backends import BACKENDS, BackendChoice, choose_backend, resolve_backend
-    from paged_kernels.cache_ops import copy_blocks, reshape_and_cache, swap_blocks
-    from paged_kernels.checks import (
+    from paged_kernels.arguments import (
         BackendUnavailableError,
         DeviceError,
         DtypeError,
         KernelError,
         OptionError,
+        Scoring,
         ShapeError,
         StrideError,
         TableError,
+        Workspace,
         WorkspaceError,
     )
-    from paged_kernels.memory import Workspace
-    from paged_kernels.scoring import Scoring
+    from paged_kernels.backends import BACKENDS, BackendChoice, choose_backend, resolve_backend
+    from paged_kernels.operations import (
+        cascade_attention_decode,
+        copy_blocks,
+        merge_attn_states,
+        paged_attention_decode,
+        paged_attention_prefill,
+        reshape_and_cache,
+        swap_blocks,
+    )
 
 __all__ = [
     "BACKENDS", "BackendChoice", "BackendUnavailableError", "DeviceError", "DtypeError", "KernelError",
@@ -37,7 +39,7 @@ __all__ = [
     "paged_attention_decode", "paged_attention_prefill", "reshape_and_cache", "resolve_backend",
     "swap_blocks",
 ]  # fmt: skip
-_PLACES = ("attention", "backends", "cache_ops", "checks", "memory", "scoring")
+_PLACES = ("arguments", "backends", "operations")
 
 
 def __getattr__(name: str) -> Any:

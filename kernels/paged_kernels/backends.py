@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from paged_kernels import native
-from paged_kernels.checks import BackendUnavailableError, OptionError
-from paged_kernels.scoring import Scoring
+from paged_kernels.arguments import BackendUnavailableError, OptionError, Scoring
 
 BACKENDS = ("native", "torch", "torch_ref", "triton")
 PREFILL_KERNELS = ("auto", "plain", "hopper")  # "hopper" has never run on a GPU: it is only chosen by name

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from paged_kernels.memory import IntArray
+from paged_kernels.arguments import IntArray
 
 
 class RowGroup(NamedTuple):

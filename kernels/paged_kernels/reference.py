@@ -6,8 +6,7 @@ slots that belong to a sequence, so NaN in unwritten slots cannot reach the resu
 
 import torch
 
-from paged_kernels.memory import storable
-from paged_kernels.scoring import Scoring, causal_window
+from paged_kernels.arguments import Scoring, causal_window, storable
 
 
 def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> torch.Tensor:

@@ -30,12 +30,12 @@ UNITS = """
         engine.core.sequence engine.core.policies engine.core.memory engine.core.scheduling
     engine.core
 
-    paged_kernels.scoring paged_kernels.checks paged_kernels.memory paged_kernels.launch_policy
+    paged_kernels.arguments paged_kernels.launch_policy
         paged_kernels.private paged_kernels.native paged_kernels.backends
-        paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch paged_kernels.triton
-        paged_kernels.attention paged_kernels.cache_ops
+        paged_kernels.cascade_groups paged_kernels.reference paged_kernels.torch_backend paged_kernels.triton
+        paged_kernels.operations
     paged_kernels
-        paged_kernels.providers
+        paged_kernels.case paged_kernels.providers
 
     engine.runtime
         engine.runtime.errors engine.runtime.text engine.runtime.structured engine.runtime.params
@@ -245,7 +245,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         ("harness__replay__loop", "from torch import nn"),
         ("harness__replay__loop", "from engine.runtime.llm import LLM"),
         ("harness__replay__loop", "from harness.cost import fitted"),
-        ("harness__point__run", "from paged_kernels.attention import attention"),
+        ("harness__point__run", "from paged_kernels.operations import paged_attention_decode"),
         ("harness__report__page", "from harness.point import run_point"),
         ("harness__report__style", "def f():\n    from harness.report.page import page"),
         ("harness__point__run", "RUNNER = 'harness.sweep.execute:execute'"),

@@ -33,7 +33,7 @@ from harness.console import say
 if TYPE_CHECKING:
     import torch
 
-    from paged_kernels.providers.case import Case
+    from paged_kernels.case import Case
 
 
 class Timed(NamedTuple):
@@ -55,7 +55,7 @@ def _attend(device: str, lengths: Sequence[int], queries: Sequence[int] = (), **
     import torch
 
     from paged_kernels import paged_attention_decode, paged_attention_prefill
-    from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
+    from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
     kernel = options.pop("kernel", "auto")
     small: dict[str, Any] = {"heads": 8, "kv_heads": 2, "dk": 64, "dtype": torch.bfloat16} | options
@@ -79,7 +79,7 @@ def _latent(device: str) -> float:
     import torch
 
     from paged_kernels import Scoring, reference
-    from paged_kernels.providers.case import TOLERANCE, relative_error
+    from paged_kernels.case import TOLERANCE, relative_error
     from paged_kernels.triton.decode import run_decode
 
     q = torch.randn(2, 16, 576, device=device).bfloat16()
@@ -97,7 +97,7 @@ def _cascade(device: str) -> float:
     import torch
 
     from paged_kernels import cascade_attention_decode
-    from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
+    from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
     spec = CaseSpec((97, 160, 120), shared_tokens=96, heads=8, kv_heads=2, dk=64)
     case = build_case(spec, device=torch.device(device))
@@ -130,7 +130,7 @@ def _merge(device: str) -> float:
     import torch
 
     from paged_kernels import merge_attn_states
-    from paged_kernels.providers.case import relative_error
+    from paged_kernels.case import relative_error
 
     states = [torch.randn(*shape, device=device) for shape in ((3, 4, 64), (3, 4)) * 2]
     exact, _ = merge_attn_states(*(state.double() for state in states), backend="torch")
@@ -152,14 +152,14 @@ class Engine:
         import torch
 
         from engine.runtime.attention import metadata
-        from paged_kernels.providers.case import (
+        from paged_kernels.case import (
             TOLERANCE,
             CaseSpec,
             build_case,
             exact_attention,
             relative_error,
         )
-        from paged_kernels.providers.ours import ALWAYS
+        from paged_kernels.providers import ALWAYS
 
         lengths, queries, shared = tuple(self.lengths), tuple(self.queries), self.shared
         small: dict[str, Any] = {}

@@ -48,7 +48,7 @@ def prepare(case: Case) -> Run:
     """Prepare the call as our provider does, with fixed addressing. Raises UnsupportedCaseError for others."""
     if case.device.type != "cuda" or not case.decode:
         raise UnsupportedCaseError(f"{case.name}: the addressing of the Triton decode alone can be fixed")
-    from paged_kernels.providers.ours import splits_of
+    from paged_kernels.providers import splits_of
     from paged_kernels.triton.decode import PartsOfStep, run_decode
 
     out = case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])

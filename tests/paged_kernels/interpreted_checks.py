@@ -28,8 +28,8 @@ from paged_kernels import (
     paged_attention_prefill,
     reshape_and_cache,
 )
+from paged_kernels.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.launch_policy import Room, parts_of_rows
-from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.triton import decode as triton_decode
 from paged_kernels.triton.decode import PartsOfStep, Queries, run_decode
 

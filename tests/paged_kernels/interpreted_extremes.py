@@ -30,9 +30,9 @@ from paged_kernels import (
     paged_attention_prefill,
     reshape_and_cache,
 )
+from paged_kernels.arguments import Workspace, storable
+from paged_kernels.case import TOLERANCE, build_case, contiguous_kv, exact_attention, relative_error
 from paged_kernels.launch_policy import Room
-from paged_kernels.memory import Workspace, storable
-from paged_kernels.providers.case import TOLERANCE, build_case, contiguous_kv, exact_attention, relative_error
 from paged_kernels.triton.decode import PartsOfStep, Queries, run_contiguous_decode, run_decode
 from paged_kernels.triton.launch import PAIRS
 from paged_kernels.triton.scan import widened
@@ -361,7 +361,7 @@ def test_during_graph_capture_no_bound_of_the_queries_is_read(monkeypatch):
     def refuse(tensor, *arguments):
         raise RuntimeError("the host waits for the device")
 
-    monkeypatch.setattr("paged_kernels.checks.can_read_values", lambda tensor: False)
+    monkeypatch.setattr("paged_kernels.arguments.can_read_values", lambda tensor: False)
     monkeypatch.setattr(torch.Tensor, "diff", refuse)
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
     found = paged_attention_prefill(*inputs, **options_of(case), validate=False, backend="triton")

@@ -89,7 +89,7 @@ def test_sinks_join_the_denominator_only(make_case):
 
 
 def test_many_rows_are_gathered_in_several_chunks(make_case, monkeypatch):
-    monkeypatch.setattr("paged_kernels.torch.attention.CPU_GATHER_BYTES", 20_000)
+    monkeypatch.setattr("paged_kernels.torch_backend.CPU_GATHER_BYTES", 20_000)
     case = make_case([90, 61, 60, 30, 4, 3, 120], [1] * 7, 8)
     fast, exact = run_both(case)
     assert relative_error(fast, exact) < TOLERANCE[torch.float32]

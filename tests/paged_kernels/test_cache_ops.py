@@ -12,9 +12,9 @@ from paged_kernels import (
     reshape_and_cache,
     resolve_backend,
 )
+from paged_kernels.arguments import Scoring
 from paged_kernels.native import why_unavailable
 from paged_kernels.reference import attend
-from paged_kernels.scoring import Scoring
 
 
 def empty_caches(blocks=6, block_size=4, heads=2, dim=3):

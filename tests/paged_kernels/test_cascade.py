@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from paged_kernels import cascade_attention_decode
 from paged_kernels.cascade_groups import CPU, H200, CascadeCost, RowGroup, find_cascade_groups
-from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
-from paged_kernels.providers.ours import ALWAYS, Cascade, Paged
+from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
+from paged_kernels.providers import ALWAYS, Cascade, Paged
 
 TOKEN_BYTES = 4096  # 8 KV heads of 128 in bfloat16
 

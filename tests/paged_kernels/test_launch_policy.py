@@ -25,9 +25,9 @@ from harness.kernel_speed.block_sizes import (
 from harness.kernel_speed.gpus import GPUS
 from paged_kernels import Workspace
 from paged_kernels.backends import BackendChoice
+from paged_kernels.case import CaseSpec, build_case
 from paged_kernels.launch_policy import parts_of_rows
 from paged_kernels.providers import ours
-from paged_kernels.providers.case import CaseSpec, build_case
 
 launch = pytest.importorskip("paged_kernels.triton.launch", reason="the kernels need pagetwin[gpu]")
 from paged_kernels.triton import decode as triton_decode  # noqa: E402 - after the check

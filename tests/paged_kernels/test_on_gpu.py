@@ -20,8 +20,7 @@ from paged_kernels import (  # noqa: E402 - nothing of it is needed where torch 
     reshape_and_cache,
     swap_blocks,
 )
-from paged_kernels.providers import UnsupportedCaseError, find_providers  # noqa: E402
-from paged_kernels.providers.case import (  # noqa: E402  # noqa: E402
+from paged_kernels.case import (  # noqa: E402
     CaseSpec,
     build_case,
     exact_attention,
@@ -29,6 +28,7 @@ from paged_kernels.providers.case import (  # noqa: E402  # noqa: E402
     relative_error,
     verify,
 )
+from paged_kernels.providers import UnsupportedCaseError, find_providers  # noqa: E402
 
 DEVICE = torch.device("cuda")
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

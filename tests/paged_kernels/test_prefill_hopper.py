@@ -23,10 +23,10 @@ from triton.runtime import driver
 
 from harness.gate.resource import built, count, listed, text_section
 from paged_kernels import BackendUnavailableError, OptionError, Scoring, paged_attention_prefill
+from paged_kernels.arguments import PagedBatch
 from paged_kernels.backends import check_prefill_kernel, no_hopper
-from paged_kernels.memory import PagedBatch
-from paged_kernels.providers.case import build_case, exact_attention, relative_error
-from paged_kernels.providers.ours import HopperPrefill
+from paged_kernels.case import build_case, exact_attention, relative_error
+from paged_kernels.providers import HopperPrefill
 from paged_kernels.triton.configurations import kernel_configurations
 from paged_kernels.triton.prefill_hopper import run_hopper_prefill
 

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from paged_kernels import OptionError
-from paged_kernels.providers import UnsupportedCaseError, find_providers
-from paged_kernels.providers.case import CaseSpec, DisagreementError, build_case, exact_output, verify
-from paged_kernels.providers.libraries import FlexAttention
+from paged_kernels.case import CaseSpec, DisagreementError, build_case, exact_output, verify
+from paged_kernels.providers import FlexAttention, UnsupportedCaseError, find_providers
 
 CPU = torch.device("cpu")
 SMALL = {"heads": 8, "kv_heads": 2, "dk": 32, "dtype": torch.float32}

@@ -24,7 +24,7 @@ from paged_kernels import (
     swap_blocks,
 )
 from paged_kernels.backends import Demand
-from paged_kernels.providers.case import CaseSpec, build_case
+from paged_kernels.case import CaseSpec, build_case
 
 SPEC = CaseSpec((12, 9), heads=4, kv_heads=2, dk=16, block_size=8, dtype=torch.float32)
 NAMES = ("q", "key_cache", "value_cache", "block_table", "seq_lens")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged_kernels import paged_attention_decode, paged_attention_prefill, reshape_and_cache, swap_blocks
-from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
+from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LENGTHS = (0, 1, 15, 16, 17, 120)

@@ -6,8 +6,8 @@ import torch
 from interpreted_cases import attend, spec_of
 from ptx.triton_launch import Launches, interpreted_launches, unchanged
 
-from paged_kernels.memory import Workspace
-from paged_kernels.providers.case import Case, build_case, exact_attention, relative_error
+from paged_kernels.arguments import Workspace
+from paged_kernels.case import Case, build_case, exact_attention, relative_error
 
 # Relative errors against float64 that rounding of the weights and of the output explains; about twice what is found.
 TIGHT = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 2e-6}

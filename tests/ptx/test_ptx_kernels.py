@@ -28,7 +28,7 @@ from paged_kernels import (
     merge_attn_states,
     reshape_and_cache,
 )
-from paged_kernels.providers.case import exact_attention, relative_error
+from paged_kernels.case import exact_attention, relative_error
 
 TESTS = Path(__file__).resolve().parents[1]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

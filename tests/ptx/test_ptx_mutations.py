@@ -18,7 +18,7 @@ from ptx.kernel_cases import TIGHT, hostile, run_compiled
 from ptx.program import AccessError, HazardError, PtxError
 from tiers import cases
 
-from paged_kernels.providers.case import exact_attention, relative_error
+from paged_kernels.case import exact_attention, relative_error
 
 SIZE = r"cp\.async\.cg\.shared\.global (\[.*\]), (\[.*\]), 0x10, %r\d+;"
 BARRIER, WAIT = r"^\tbar\.sync \t0;$", r"^\tcp\.async\.wait_group \t\d;$"

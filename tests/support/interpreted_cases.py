@@ -11,8 +11,8 @@ from paged_kernels import (
     paged_attention_prefill,
     reference,
 )
+from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 from paged_kernels.launch_policy import Room
-from paged_kernels.providers.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 from paged_kernels.triton import launch
 from paged_kernels.triton.decode import Queries, run_decode
 

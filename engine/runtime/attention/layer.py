@@ -31,12 +31,10 @@ from engine.runtime.attention.metadata import (
 )
 from engine.runtime.errors import ModelError
 from engine.runtime.group_pool import CacheTensors, GroupView
-from paged_kernels import Scoring, Workspace
-from paged_kernels.attention import SHORT_QUERIES
-from paged_kernels.memory import storable
+from paged_kernels import Scoring, Workspace, torch_backend
+from paged_kernels.arguments import causal_window, storable
+from paged_kernels.operations import SHORT_QUERIES
 from paged_kernels.private import attention_of
-from paged_kernels.scoring import causal_window
-from paged_kernels.torch import cache as torch_cache
 
 IMPLEMENTATION = "pagetwin"
 
@@ -316,7 +314,7 @@ class LatentStep:
         module, query, key, value, scoring, _ = call
         stored = self._pool.keys[module.layer_idx], self._pool.values[module.layer_idx]
         for cache, new in zip(stored, (key, value), strict=True):
-            torch_cache.store(cache, new[0].transpose(0, 1), self._slots)
+            torch_backend.store(cache, new[0].transpose(0, 1), self._slots)
         _check_latent(scoring)
         products = absorbed(module, key, value) if self._inside else None
         inside = self._inside if products else 0

@@ -14,14 +14,13 @@ import torch
 
 from engine.core.plan import IntArray
 from engine.runtime.group_pool import CacheTensors, GroupView
-from paged_kernels import Scoring, Workspace
-from paged_kernels.attention import SHORT_QUERIES
+from paged_kernels import Scoring, Workspace, torch_backend
+from paged_kernels.arguments import PagedBatch
 from paged_kernels.backends import Demand, unserved_by_native
 from paged_kernels.cascade_groups import cost_of, find_cascade_groups, rows_per_tile
-from paged_kernels.memory import PagedBatch
 from paged_kernels.native import attention as native
-from paged_kernels.torch import cache as torch_cache
-from paged_kernels.torch.attention import decode_metadata, prefill_metadata, run_decode, run_prefill
+from paged_kernels.operations import SHORT_QUERIES
+from paged_kernels.torch_backend import decode_metadata, prefill_metadata, run_decode, run_prefill
 
 if TYPE_CHECKING:
     from paged_kernels.triton.cascade import SharedPrefixes
@@ -79,7 +78,7 @@ class TorchMetadata:
             self._decode = decode_metadata(tables, lengths, size, token_bytes=pool.token_bytes, device=device)
         self._prefills = [prefill_metadata(*row, size, device=device) for row in prefills]
 
-    store = staticmethod(torch_cache.store)
+    store = staticmethod(torch_backend.store)
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor
@@ -296,7 +295,7 @@ class NativeMetadata:
         self._layout, self._pool, self._workspace = layout, pool, workspace
         self._rows = native.decode_rows(layout.tables, layout.lengths)
 
-    store = staticmethod(torch_cache.store)
+    store = staticmethod(torch_backend.store)
 
     def attend(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring, out: torch.Tensor

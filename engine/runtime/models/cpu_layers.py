@@ -56,7 +56,7 @@ _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if
 _NORM_FUNCTIONS = {torch.float32: "rms_norm_f32", torch.bfloat16: "rms_norm_bf16"}
 _PRODUCT_FUNCTIONS = {torch.float32: "product_f32", torch.bfloat16: "product_bf16"}
 _SILU_MUL_FUNCTIONS = {torch.float32: "silu_mul_f32", torch.bfloat16: "silu_mul_bf16"}
-_VECTOR, _DEPTH = 16, 256  # LANES of the C files, at most; DEPTH of product.c
+_VECTOR, _DEPTH = 16, 256  # LANES of the C files, at most; DEPTH of layer.c
 
 # The rows that a new forward is checked with. Small rows show another epsilon; random rows have a mean near 0.
 _CHECK_ROWS = 7

@@ -1,6 +1,6 @@
 """C kernels for CPUs, compiled on first use. Without a C compiler torch does the same work. Imports no torch.
 
-`decode.c`, `prefill.c` and `prefill_bf16.c` (attention) are called in `attention.py`. The engine calls those of
+`attention.c` and `prefill_bf16.c` are called in `attention.py`. The engine calls those of
 `layer.c`: the norm, the gate of an MLP and the rotation of q and k, and the best token of each row of logits.
 
 The C files of this folder become a library for this machine's processor. It is compiled once and kept in the user's

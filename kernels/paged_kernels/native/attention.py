@@ -13,10 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from paged_kernels.arguments import Scoring, Workspace
 from paged_kernels.launch_policy import IntArray
-from paged_kernels.memory import Workspace
 from paged_kernels.native import bf16_unit, c_function
-from paged_kernels.scoring import Scoring
 
 _TILE = 16  # TILE of the C files
 _DECODE_FUNCTIONS = {torch.float32: "decode_f32", torch.bfloat16: "decode_bf16"}
@@ -201,7 +200,7 @@ def prefill_name(dtype: torch.dtype, dk: int, dv: int) -> str:
 def prefill_scratch(name: str, dk: int, dv: int, length: int) -> int:
     """Floats of scratch memory that a thread of a C function needs for a chunk at the end of `length` tokens."""
     if name in ("prefill_f32", _PREFILL_BF16[""]):
-        rows, keys = 16, 64  # ROWS, at most, and KEYS of prefill.c
+        rows, keys = 16, 64  # ROWS, at most, and KEYS of attention.c
         return rows * (dk + dv + keys) + -(-length // keys) * keys * (dk + dv)
     rows, keys = 32, 128  # of prefill_bf16.c
     return rows * (dk // 2 + dv + keys + keys // 2) + -(-length // keys) * keys * (dk + dv) // 2

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged_kernels.memory import as_layers, block_width, storable
+from paged_kernels.arguments import as_layers, block_width, storable
 from paged_kernels.triton.launch import AttentionShape, merge_constants, store_constants
 
 CHUNK = 2048  # elements that one program copies

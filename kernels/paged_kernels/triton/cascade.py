@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.arguments import Scoring, Workspace
 from paged_kernels.cascade_groups import each_query
 from paged_kernels.launch_policy import SPLIT_TOKENS
-from paged_kernels.memory import Workspace
-from paged_kernels.scoring import Scoring
 from paged_kernels.triton.decode import (
     PartsOfStep,
     Queries,

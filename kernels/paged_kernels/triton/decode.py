@@ -28,9 +28,8 @@ import torch
 import triton
 import triton.language as tl
 
+from paged_kernels.arguments import Scoring, Workspace
 from paged_kernels.launch_policy import IntArray, Room, one_part
-from paged_kernels.memory import Workspace
-from paged_kernels.scoring import Scoring
 from paged_kernels.triton.launch import (
     ENTRY,
     AttentionShape,

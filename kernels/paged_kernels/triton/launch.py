@@ -12,8 +12,8 @@ import torch
 import triton
 
 from paged_kernels import launch_policy as policy
+from paged_kernels.arguments import Scoring
 from paged_kernels.launch_policy import Room
-from paged_kernels.scoring import Scoring
 
 LOG2E = math.log2(math.e)
 # Shared memory that one program may use, by compute capability. Source: CUDA C++ Programming Guide, Technical

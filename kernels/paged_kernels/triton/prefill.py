@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from paged_kernels.memory import PagedBatch
-from paged_kernels.scoring import Scoring
+from paged_kernels.arguments import PagedBatch, Scoring
 from paged_kernels.triton.decode import MAX_ROWS, item_of_program, or_any, shape_of
 from paged_kernels.triton.launch import (
     Features,

@@ -28,8 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from paged_kernels.memory import PagedBatch
-from paged_kernels.scoring import Scoring
+from paged_kernels.arguments import PagedBatch, Scoring
 from paged_kernels.triton.decode import MAX_ROWS, or_any, shape_of
 from paged_kernels.triton.launch import LOG2E, AttentionShape, rows_pad
 

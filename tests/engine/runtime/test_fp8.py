@@ -27,9 +27,9 @@ def run(loaded, prompts, *, decoding=None, limits=None, **options):
 @pytest.fixture
 def rounding(monkeypatch):
     """A pool of the model's own type whose numbers are rounded to 8 bits where they are written."""
-    from paged_kernels.torch import cache as torch_cache
+    from paged_kernels import torch_backend
 
-    plain = torch_cache.store
+    plain = torch_backend.store
 
     def store(cache, rows, slots, scale=1.0):
         plain(cache, rows.float().clamp(-448, 448).to(FP8).to(cache.dtype), slots, scale)
@@ -102,12 +102,12 @@ def pool(**options):
 
 
 def write(pool, slots, value):
-    from paged_kernels.torch import cache as torch_cache
+    from paged_kernels import torch_backend
 
     index = torch.tensor(slots)
     pool.marks.write(index)
     for cache in (*pool.keys, *pool.values):
-        torch_cache.store(cache, torch.full((len(slots), 2, 8), value), index)
+        torch_backend.store(cache, torch.full((len(slots), 2, 8), value), index)
 
 
 def test_a_number_too_large_to_keep_is_held_at_the_largest_and_counts_as_written():

@@ -88,7 +88,7 @@ def test_contiguous_reservations_give_the_same_tokens(family, model_of, generate
 
 
 def test_a_long_prompt_runs_in_several_query_tiles(model_of, generate, monkeypatch):
-    monkeypatch.setattr("paged_kernels.torch.attention.QUERY_TILE", 16)
+    monkeypatch.setattr("paged_kernels.torch_backend.QUERY_TILE", 16)
     prompt = tuple(range(100, 150))
     found, _ = run(model_of(), [prompt], budget=45)
     assert found == expected(generate, "llama", [prompt])

@@ -160,7 +160,7 @@ def test_c_reads_the_pages_of_groups_and_is_refused_at_load_where_a_page_holds_s
     import families
 
     from engine.runtime.models.load import wrap_model
-    from paged_kernels.checks import BackendUnavailableError
+    from paged_kernels.arguments import BackendUnavailableError
 
     monkeypatch.setitem(families.COMMON, "head_dim", 16)  # what C reads; the other models have 8
     wide = wrap_model(build("ministral", MIXED.get("ministral", ())), name="ministral")

@@ -97,9 +97,9 @@ def test_a_few_queries_are_no_cheaper_than_their_products(tmp_path: Path) -> Non
 
 def test_a_chunk_counts_as_short_where_the_decode_kernel_reads_it() -> None:
     from harness.cost.grid import SHORT_QUERIES
-    from paged_kernels import attention
+    from paged_kernels import operations
 
-    assert SHORT_QUERIES == attention.SHORT_QUERIES
+    assert SHORT_QUERIES == operations.SHORT_QUERIES
 
 
 def test_dense_layers_come_from_the_table_where_every_matrix_was_timed(tmp_path: Path) -> None:

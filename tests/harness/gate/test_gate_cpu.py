@@ -80,7 +80,7 @@ def test_a_changed_line_of_the_accepted_code_changes_only_the_accepted_side(
     torch: Any, tmp_path: Path
 ) -> None:
     changed = cpu.sources()
-    changed["attention.py"] = changed["attention.py"].replace(
+    changed[cpu.TORCH_FILE] = changed[cpu.TORCH_FILE].replace(
         "out[rows].copy_(result.reshape(out[rows].shape))",
         "out[rows].copy_(2 * result.reshape(out[rows].shape))",
     )
@@ -95,8 +95,8 @@ def test_a_changed_line_of_the_accepted_prefill_in_c_changes_only_the_accepted_s
 ) -> None:
     changed = cpu.sources()
     before = "LOAD(q + (own * heads + head) * dk + i) * scale"
-    assert before in changed["prefill.h"]
-    changed["prefill.h"] = changed["prefill.h"].replace(before, f"{before} * 0")
+    assert before in changed["attention.h"]
+    changed["attention.h"] = changed["attention.h"].replace(before, f"{before} * 0")
     data = cpu.inputs()
     ours, theirs = cpu.works(None, data, tmp_path), cpu.works(changed, data, tmp_path)
     assert not torch.allclose(ours[cpu.CHUNK](), theirs[cpu.CHUNK]())
@@ -126,7 +126,7 @@ def test_a_file_that_is_new_is_compared_with_itself_and_its_case_is_named(
     torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cpu, "ratios_of", lambda sides: [1.0] * 30)
-    older = {name: text for name, text in cpu.sources().items() if name != "prefill.c"}
+    older = {name: text for name, text in cpu.sources().items() if name != "attention.c"}
     cases = {cpu.NATIVE: {"ratios": [1.0], "difference": 0.0}}
     kept = Measured("cpu", cpu.NAME, {"machine": "x86_64"}, None, cases, {"sources": older})
     write_baseline(tmp_path / f"{cpu.NAME}.json", new_baseline(kept, "test"))
@@ -137,7 +137,7 @@ def test_a_file_that_is_new_is_compared_with_itself_and_its_case_is_named(
 
 
 def test_accepted_code_that_does_not_compile_is_named(torch: Any, tmp_path: Path) -> None:
-    broken = cpu.sources() | {"decode.c": "this is no C"}
+    broken = cpu.sources() | {"attention.c": "this is no C"}
     with pytest.raises(UserError, match=r"the accepted C files do not compile here"):
         cpu.works(broken, cpu.inputs(), tmp_path)
 

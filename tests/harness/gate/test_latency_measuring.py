@@ -37,7 +37,7 @@ def test_decode_and_prefill_give_a_ratio_to_each_yardstick() -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_kernels.providers.ours import Paged
+    from paged_kernels.providers import Paged
 
     prepare = Paged.prepare
 
@@ -55,7 +55,7 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_kernel_that_computes_something_else_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paged_kernels.providers.ours import Paged
+    from paged_kernels.providers import Paged
 
     prepare = Paged.prepare
     monkeypatch.setattr(Paged, "prepare", lambda self, case: lambda: prepare(self, case)() * 1.01)

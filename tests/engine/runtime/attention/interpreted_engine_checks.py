@@ -28,9 +28,9 @@ from engine.runtime.params import SamplingParams
 from engine.runtime.runner import Runner
 from gpu_acceptance.contact import engine_step
 from paged_kernels import Workspace, WorkspaceError
+from paged_kernels.arguments import Scoring
 from paged_kernels.cascade_groups import CascadeCost
-from paged_kernels.providers.case import TOLERANCE, build_case, exact_attention, relative_error
-from paged_kernels.scoring import Scoring
+from paged_kernels.case import TOLERANCE, build_case, exact_attention, relative_error
 from paged_kernels.triton import cascade as triton_cascade
 from paged_kernels.triton import decode as triton_decode
 

@@ -1,11 +1,14 @@
-/* Attention of a prompt's chunk on a CPU, in float32 and in bfloat16: prefill.h. */
+/* Attention on a CPU, in float32 and in bfloat16 (sums in float32): attention.h. */
 #include "vectors.h"
 
 #define PASTE_(a, b) a##b
 #define PASTE(a, b) PASTE_(a, b)
 
-/* Queries and keys of a block; rows of scores, and vectors of sums of four rows, that stay in registers. Without AVX-512
- * more queries share a block, which then comes from slower memory half as often. */
+/* Of decode: tokens of a tile; vectors of sums that stay in registers. */
+enum { TILE = LANES, HELD = 4 };
+
+/* Of prefill: queries and keys of a block; rows of scores, and vectors of sums of four rows, that stay in registers.
+ * Without AVX-512 more queries share a block, which then comes from slower memory half as often. */
 enum { ROWS = LANES == 16 ? 8 : 16, KEYS = 64, SOME = LANES == 16 ? 8 : 4, WIDTH = LANES == 16 ? 4 : 2 };
 
 /* Scores of ROWS queries [ROWS, dk] and a block of keys, into score [ROWS, KEYS]. */
@@ -44,14 +47,16 @@ __attribute__((always_inline)) static inline void add_values(
         }
 }
 
-#define NAME prefill_f32
+#define DECODE decode_f32
+#define PREFILL prefill_f32
 #define STORED float
 #define LOAD load_f32
 #define STORE store_f32
-#include "prefill.h"
+#include "attention.h"
 
-#define NAME prefill_bf16_wide
+#define DECODE decode_bf16
+#define PREFILL prefill_bf16_wide
 #define STORED uint16_t
 #define LOAD load_bf16
 #define STORE store_bf16
-#include "prefill.h"
+#include "attention.h"

@@ -1,30 +1,228 @@
-"""Attention of other libraries over the same cases: torch's SDPA and flex attention, FlashInfer, flash-attn.
+"""Our attention and that of other libraries: every provider runs the same cases, and is checked before it is timed.
 
-SDPA runs on contiguous KV (no paging at all), and after a gather (paging without a paged kernel). FlashInfer (0.6) and
-flash-attn (2.8) run if they are installed. FlashInfer's `plan()` on the host is not timed: an engine calls it once per
-step.
+Ours runs as an engine calls it, over contiguous KV, and with shared prefixes read once. torch's SDPA runs on contiguous
+KV (no paging at all), and after a gather (paging without a paged kernel). FlashInfer (0.6) and flash-attn (2.8) run if
+they are installed. FlashInfer's `plan()` on the host is not timed: an engine calls it once per step.
 """
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from paged_kernels.private import why_no_cpp_compiler
-from paged_kernels.providers.case import (
+from paged_kernels import torch_backend
+from paged_kernels.arguments import OptionError, PagedBatch, Workspace, additive, causal_window
+from paged_kernels.backends import (
+    Demand,
+    check_prefill_kernel,
+    choose_backend,
+    no_hopper,
+    unavailable,
+    unserved_by_native,
+)
+from paged_kernels.cascade_groups import (
+    CascadeCost,
+    CascadeGroups,
+    cost_of,
+    find_cascade_groups,
+    rows_per_tile,
+)
+from paged_kernels.case import (
     Case,
     Everywhere,
+    Provider,
     Run,
     UnsupportedCaseError,
     contiguous_kv,
     needs_package,
     without_poison,
 )
-from paged_kernels.scoring import additive, causal_window
+from paged_kernels.operations import prepare_native, prepare_torch, run_triton
+from paged_kernels.private import why_no_cpp_compiler
+
+__all__ = ["Case", "Provider", "Run", "UnsupportedCaseError", "find_providers"]
+# With this cost every shared block is read once. It measures the crossover that the cost rule is compared with.
+ALWAYS = CascadeCost(memory_bytes_per_s=1.0, cache_bytes_per_s=1.0, cache_bytes=0, overhead_s=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Paged(Everywhere):
+    """Our paged attention: Triton on a CUDA device, torch elsewhere."""
+
+    name: str = "paged"
+
+    def prepare(self, case: Case) -> Run:
+        """Prepare as an engine does, once per step for all layers."""
+        batch, out, workspace = batch_of(case), output_of(case), Workspace()
+        if backend_of(case) == "triton":
+            from paged_kernels.triton.decode import PartsOfStep
+
+            splits = splits_of(case) if case.decode else None
+            arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
+            return returning(out, partial(run_triton, *arguments))
+        return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPrefill(Everywhere):
+    """Our prefill with the kernel for H100 and H200, which no GPU has run yet."""
+
+    name: str = "paged-hopper"
+
+    def available(self, device: torch.device) -> str | None:
+        """It runs on compute capability 9.0 alone."""
+        return no_hopper(device) or None
+
+    def prepare(self, case: Case) -> Run:
+        """The same preparation as `Paged`, with the other kernel."""
+        if case.decode:
+            raise UnsupportedCaseError(f"{case.name} is a decode; this kernel computes prefills")
+        try:
+            inputs = (case.q, case.key_cache, case.value_cache)
+            check_prefill_kernel("hopper", backend_of(case), *inputs, case.scoring)
+        except OptionError as error:
+            raise UnsupportedCaseError(f"{case.name}: {error}") from error
+        out = output_of(case)
+        arguments = (batch_of(case), case.scoring, out, None, None, None)
+        return returning(out, partial(run_triton, *arguments, prefill_kernel="hopper"))
+
+
+@dataclass(frozen=True, slots=True)
+class ContiguousDecode(Everywhere):
+    """The Triton decode over contiguous KV: the same code with plain addressing, so the difference is paging."""
+
+    name: str = "contiguous"
+
+    def available(self, device: torch.device) -> str | None:
+        """It is a Triton kernel."""
+        reason = unavailable("triton", device) or ("" if device.type == "cuda" else "needs a CUDA device")
+        return f"is the Triton decode without a block table, which {reason}" if reason else None
+
+    def prepare(self, case: Case) -> Run:
+        """Copy each sequence's KV into contiguous memory."""
+        if not case.decode:
+            why = "is no decode; only the decode kernel has a contiguous form"
+            raise UnsupportedCaseError(f"{case.name} {why}")
+        if backend_of(case) != "triton":
+            raise UnsupportedCaseError(f"{case.name} is served by torch, whose decode has no contiguous form")
+        from paged_kernels.triton.decode import PartsOfStep, run_contiguous_decode
+
+        keys, values = contiguous_kv(case)
+        out, splits = output_of(case), splits_of(case)
+        arguments = (case.q, keys, values, case.seq_lens, case.scoring, out, None, splits)
+        return returning(
+            out, partial(run_contiguous_decode, *arguments, workspace=Workspace(), parts=PartsOfStep())
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade(Everywhere):
+    """Our decode with shared prefixes read once, if the cost rule says so (`always`: whenever blocks are shared)."""
+
+    name: str = "cascade"
+    always: bool = False
+
+    def prepare(self, case: Case) -> Run:
+        """Divide the batch into groups. If no group saves time, run the flat decode."""
+        if not case.decode or not case.shared_tokens:
+            raise UnsupportedCaseError(f"{case.name} shares no prefix between decode rows")
+        groups = self._groups(case)
+        if groups is None:
+            return Paged().prepare(case)
+        out = output_of(case)
+        shared, lens, table, lengths, ids = (
+            torch.from_numpy(values.astype(np.int32)).to(case.device)
+            for values in (
+                groups.shared_tables,
+                groups.prefix_lens,
+                groups.suffix_tables,
+                groups.suffix_lens,
+                groups.group_ids,
+            )
+        )
+        caches, workspace = (case.q, case.key_cache, case.value_cache), Workspace()
+        if backend_of(case) == "triton":
+            from paged_kernels.triton.cascade import run_cascade, sort_groups
+
+            prefixes = sort_groups(shared, lens, ids, lengths)
+            arguments = (*caches, prefixes, table, lengths, case.scoring, out)
+            return returning(out, partial(run_cascade, *arguments, workspace=workspace))
+        sizes = {"block_size": case.block_size, "token_bytes": case.token_bytes}
+        metadata = torch_backend.cascade_metadata(shared, lens, table, lengths, ids, **sizes)
+        torch_arguments = (*caches, metadata, case.scoring, out, None, workspace)
+        return returning(out, partial(torch_backend.run_cascade, *torch_arguments))
+
+    def _groups(self, case: Case) -> CascadeGroups | None:
+        return find_cascade_groups(
+            case.block_table.cpu().numpy().astype(np.int64),
+            np.array(case.lengths),
+            case.block_size,
+            token_bytes=case.token_bytes,
+            rows_per_tile=rows_per_tile(case.heads // case.kv_heads, case.device),
+            cost=ALWAYS if self.always else cost_of(case.device),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """Our C kernels, which the engine runs on a CPU."""
+
+    name: str = "native"
+    capturable: bool = False
+
+    def available(self, device: torch.device) -> str | None:
+        """It needs a CPU and a C compiler."""
+        return unavailable("native", device) or None
+
+    def prepare(self, case: Case) -> Run:
+        """Prepare as an engine does, once per step. Chunks in 16 bits may be left to torch, as there."""
+        demand = Demand.of(case.q, case.key_cache, case.value_cache, case.scoring)
+        if reason := unserved_by_native(demand):
+            raise UnsupportedCaseError(
+                f"{case.name} is left to torch ('paged'): the compiled kernel {reason}"
+            )
+        out = output_of(case)
+        return returning(out, prepare_native(batch_of(case), case.scoring, out, Workspace()))
+
+
+def batch_of(case: Case) -> PagedBatch:
+    """The case in the form that the kernels take."""
+    tables = (case.block_table, case.seq_lens, case.cu_seqlens_q)
+    return PagedBatch(case.q, case.key_cache, case.value_cache, *tables, max(case.queries))
+
+
+def output_of(case: Case) -> torch.Tensor:
+    """A buffer for the case's output."""
+    return case.q.new_empty(*case.q.shape[:2], case.value_cache.shape[3])
+
+
+def splits_of(case: Case) -> int | None:
+    """The parts of each row that the Triton decode is launched with; None: the device lists them."""
+    from paged_kernels.triton.decode import pick_splits
+
+    return pick_splits(case.lengths, case.q, case.key_cache, case.value_cache, case.scoring.window)
+
+
+def backend_of(case: Case) -> str:
+    """The backend of ours that serves the case on its device. The C kernels are a provider of their own."""
+    name = "auto" if case.device.type == "cuda" else "torch"
+    return choose_backend(name, case.device, Demand.of(case.q, case.key_cache, case.value_cache)).backend
+
+
+def returning(out: torch.Tensor, run: Callable[[], None]) -> Run:
+    """A call that runs `run` and returns the buffer that it fills."""
+
+    def call() -> torch.Tensor:
+        run()
+        return out
+
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,3 +524,62 @@ def _refuse(case: Case) -> None:
         reason = "supports no sinks, empty sequences or HND caches"
     if reason:
         raise UnsupportedCaseError(f"{case.name}: flash-attn {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class UserFunction:
+    """`function(case)` returns the output `[tokens, heads, dv]`. The whole call is timed.
+
+    If the function has an attribute `prepare`, `function.prepare(case)` is called instead, untimed, and returns the
+    timed call. An attribute `capturable = True` allows capture in a CUDA graph.
+    """
+
+    name: str
+    function: Callable[[Case], Any]
+
+    @property
+    def capturable(self) -> bool:
+        """The function's attribute `capturable`, False without one."""
+        return bool(getattr(self.function, "capturable", False))
+
+    def available(self, device: torch.device) -> str | None:
+        """It was imported, so it can run."""
+        return None
+
+    def prepare(self, case: Case) -> Run:
+        """The user's own preparation, or none."""
+        prepare = getattr(self.function, "prepare", None)
+        run: Run = prepare(case) if prepare is not None else partial(self.function, case)
+        return run
+
+
+def load_function(spec: str) -> UserFunction:
+    """The provider for `module:function`. Raises `OptionError` if the module or the function is not found."""
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise OptionError(f"{spec!r} names no function; write module:function, e.g. my_kernels:paged_decode")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise OptionError(f"{spec!r}: module {module_name!r} cannot be imported: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        known = ", ".join(key for key, value in vars(module).items() if callable(value) and key[0] != "_")
+        raise OptionError(
+            f"{spec!r}: module {module_name!r} has no function {name!r}; it has {known or 'none'}"
+        )
+    return UserFunction(spec, function)
+
+
+def find_providers(function: str | None = None) -> dict[str, Provider]:
+    """Every provider by name, ours first, whether or not it can run here. `function` adds the user's `module:function`.
+
+    Raises `OptionError` if that function is not found.
+    """
+    every_case = Cascade("cascade-always", always=True)
+    own = (Paged(), HopperPrefill(), ContiguousDecode(), Cascade(), every_case)
+    sdpa = (ContiguousSdpa(), GatherSdpa())
+    others = (FlexAttention(), FlashInfer(), FlashAttention(), Native())
+    users = (load_function(function),) if function else ()
+    providers: tuple[Provider, ...] = (*own, *sdpa, *others, *users)
+    return {provider.name: provider for provider in providers}

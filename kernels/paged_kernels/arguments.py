@@ -1,13 +1,20 @@
-"""Errors of this package, and checks of arguments on the host, before any launch. Messages hold the wrong values.
+"""What the operations take: options, batches and scratch memory; the errors of this package; and the checks.
 
-Checks of shapes, dtypes, devices and strides cost nothing. Values (lengths, block tables, slots) are on the device, and
-reading them waits for the device. This is not possible while a CUDA graph is captured, and a caller that trusts its
-values may skip it.
+The checks run on the host, before any launch. Messages hold the wrong values. Checks of shapes, dtypes, devices and
+strides cost nothing. Values (lengths, block tables, slots) are on the device, and reading them waits for the device.
+This is not possible while a CUDA graph is captured, and a caller that trusts its values may skip it.
 """
 
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from paged_kernels.scoring import Scoring
+IntArray = npt.NDArray[np.int64]  # tables and lengths on the host
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INTEGER_DTYPES = (torch.int32, torch.int64)
 
 
 class KernelError(ValueError):
@@ -46,9 +53,143 @@ class BackendUnavailableError(KernelError):
     """A backend that was chosen by name cannot run here. There is no silent fallback."""
 
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-FLOAT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INTEGER_DTYPES = (torch.int32, torch.int64)
+class Scoring(NamedTuple):
+    """Scores are q . k x `scale`, then the softcap, then ALiBi, then the mask. A sink column joins the softmax.
+
+    An fp8 cache holds keys divided by `k_scale` and values divided by `v_scale` (one number per tensor).
+    """
+
+    scale: float
+    window: int = 0  # keys kept: query position - window < key position <= query position; 0: all keys
+    softcap: float = 0.0  # tanh(score / softcap) x softcap; 0: none
+    sinks: torch.Tensor | None = None  # [heads], one extra logit per head, in the denominator only
+    alibi: torch.Tensor | None = None  # [heads], slopes; adds slope x (key position - query position)
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What is asked beside scale and window."""
+        asked = {
+            "a softcap": self.softcap > 0,
+            "sinks": self.sinks is not None,
+            "ALiBi": self.alibi is not None,
+        }
+        return tuple(name for name, on in asked.items() if on)
+
+    @property
+    def plain(self) -> bool:
+        """Whether torch's fused SDPA can compute this: no softcap, sinks or ALiBi."""
+        return not self.softcap and self.sinks is None and self.alibi is None
+
+
+def causal_window(
+    queries: int, keys: int, window: int = 0, *, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """Bool `[queries, keys]`: True where the query may look. The queries are the last positions of the keys.
+
+    Query position p sees key positions `p - window < k <= p`; window 0 means no limit.
+    """
+    query = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+    key = torch.arange(keys, device=device).unsqueeze(0)
+    visible = key <= query
+    return visible & (key > query - window) if window else visible
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The mask as numbers to add to the scores: 0 where visible, -inf elsewhere."""
+    return torch.zeros(visible.shape, dtype=dtype, device=visible.device).masked_fill(~visible, float("-inf"))
+
+
+class PagedBatch(NamedTuple):
+    """Ragged queries over paged KV: the common form of decode and prefill. Shapes as in `paged_attention_prefill`."""
+
+    q: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+
+
+def as_layers(cache: torch.Tensor) -> torch.Tensor:
+    """The cache as `[layers, blocks, block_size, heads, dim]`; adds the layer axis if there is none."""
+    return cache if cache.dim() == 5 else cache.unsqueeze(0)
+
+
+def storable(cache: torch.Tensor) -> torch.Tensor:
+    """The same memory in a dtype that can be indexed and copied: torch cannot index 8-bit floats on the CPU."""
+    return cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
+
+
+def token_bytes(key_cache: torch.Tensor, value_cache: torch.Tensor) -> int:
+    """Bytes of one token's K and V in one layer."""
+    return key_cache[0, 0].nbytes + value_cache[0, 0].nbytes
+
+
+def block_width(layers: torch.Tensor) -> int:
+    """Elements of one block. Raises `StrideError` if the block is not dense in memory."""
+    inner = sorted(zip(layers.stride()[2:], layers.shape[2:], strict=True))
+    expected = 1
+    for stride, size in inner:
+        if size > 1 and stride != expected:
+            raise StrideError(
+                f"a block {tuple(layers.shape[2:])} with strides {tuple(layers.stride()[2:])} is not dense in memory; "
+                "copies move whole blocks (NHD or HND)"
+            )
+        expected *= size
+    return expected
+
+
+class Workspace:
+    """Named flat buffers that grow and are reused. Two calls must not use one workspace at the same time.
+
+    A captured CUDA graph keeps the addresses that it saw: run the largest case once, `freeze`, then capture.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], torch.Tensor] = {}
+        self._frozen = False
+
+    def take(
+        self, name: str, numel: int, like: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """A flat tensor of `numel` elements on the device of `like`, with its dtype unless `dtype` is given.
+
+        Its content is undefined. Raises `WorkspaceError` if the workspace is frozen and too small.
+        """
+        key = (name, dtype or like.dtype, like.device)
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.numel() < numel:
+            buffer = self._buffers[key] = self._grown(name, numel, buffer, key[1], key[2])
+        return buffer[:numel]
+
+    def freeze(self) -> None:
+        """From now on, a call that needs a larger buffer raises `WorkspaceError`."""
+        self._frozen = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers.values())
+
+    def _grown(
+        self, name: str, numel: int, buffer: torch.Tensor | None, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        held = 0 if buffer is None else buffer.numel()
+        if self._frozen:
+            raise WorkspaceError(
+                f"the frozen workspace holds {held} elements of {dtype} for {name!r} on {device} and the call needs "
+                f"{numel}: run the largest case once before freeze()"
+            )
+        # The size at least doubles, so that growing contexts need few new buffers. On the CPU the buffer is zeroed, so
+        # that the page faults happen here and not in the middle of a gather.
+        make = torch.zeros if device.type == "cpu" else torch.empty
+        return make(max(numel, 2 * held), dtype=dtype, device=device)
+
+
+DEFAULT_WORKSPACE = Workspace()
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Fast attention on torch: gather blocks into a reused buffer, then one SDPA over them.
+"""The torch backend, for any device: gather blocks into a reused buffer, then one SDPA over them; writes to caches.
 
 Decode takes a few sequences at a time. The query heads of a group become extra query rows of their key head, which is
 several times faster than repeating the keys. Sequences are taken in batch order, so the gathered KV is still in the CPU
@@ -13,16 +13,17 @@ All index tensors are made once per step and serve every layer. `fused_attention
 computes the scores itself. It serves what SDPA does not support: softcap, sinks, ALiBi, and the LSE on a GPU.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own idiom
 
-from paged_kernels.memory import IntArray, Workspace, storable
+from paged_kernels.arguments import IntArray, Scoring, Workspace, additive, as_layers, causal_window, storable
 from paged_kernels.private import flash_with_lse
-from paged_kernels.scoring import Scoring, additive, causal_window
 
 CPU_GATHER_BYTES = 4 << 20  # K and V of one gather; more would not stay in the CPU cache until they are read
 GPU_GATHER_BYTES = 256 << 20  # large, because a GPU is faster with few launches
@@ -542,3 +543,67 @@ def _explicit_tile(
     grouped = q.reshape(q.shape[0], k.shape[0], -1, q.shape[2]).permute(1, 2, 0, 3).unsqueeze(0)
     result, lse = explicit_attention(grouped, k[None, :, None], v[None, :, None], mask, scoring, distance)
     return result[0].flatten(0, 1).transpose(0, 1), lse[0].flatten(0, 1).transpose(0, 1)
+
+
+def store(cache: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:
+    """Write `rows` `[tokens, heads, dim]` (any strides) to `slots` of a paged cache. No slot may be -1.
+
+    An 8-bit cache stores rows / `scale`, clamped to the range of its dtype.
+    """
+    if cache.dtype.itemsize == 1:
+        most = torch.finfo(cache.dtype).max
+        rows = (rows.float() / scale).clamp(-most, most).to(cache.dtype).view(torch.uint8)
+        cache = storable(cache)
+    if cache.is_contiguous():
+        cache.view(-1, *cache.shape[2:]).index_copy_(0, slots, rows)
+    else:
+        cache[slots // cache.shape[1], slots % cache.shape[1]] = rows
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> None:
+    """Write new keys and values `[tokens, kv_heads, dim]` to their slots. A token with slot -1 is skipped."""
+    wanted = slot_mapping >= 0
+    slots = slot_mapping[wanted].long()
+    store(key_cache, key[wanted], slots, k_scale)
+    store(value_cache, value[wanted], slots, v_scale)
+
+
+def copy_blocks(cache: torch.Tensor, source: torch.Tensor, destination: torch.Tensor) -> None:
+    """Copy whole blocks at once: every source is read before any destination is written.
+
+    The block axis is the fourth from the end, so that a stack of layers `[layers, blocks, ...]` is copied in one call.
+    Unwritten slots stay NaN in the copy.
+    """
+    cache = storable(cache)
+    cache.index_copy_(cache.dim() - 4, destination, cache.index_select(cache.dim() - 4, source))
+
+
+def swap_blocks(source: torch.Tensor, destination: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy (source, destination) blocks between a cache on a device and one on the host.
+
+    Pairs that are consecutive on both sides are copied together. With pinned memory the copies are asynchronous, in
+    the order of the current stream.
+    """
+    read, write = as_layers(storable(source)), as_layers(storable(destination))
+    for first, second, count in _consecutive(pairs):
+        for layer in range(read.shape[0]):
+            write[layer, second : second + count].copy_(read[layer, first : first + count], non_blocking=True)
+
+
+def _consecutive(pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(first source, first destination, length) of pairs that are consecutive on both sides."""
+    cuts = [0] + [
+        index
+        for index, (before, after) in enumerate(pairwise(pairs), 1)
+        if after != (before[0] + 1, before[1] + 1)
+    ]
+    ends = [*cuts[1:], len(pairs)]
+    return [(*pairs[cut], end - cut) for cut, end in zip(cuts, ends, strict=True) if end > cut]

@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: one function each for decode, prefill, cascade and merge.
+"""The operations on a paged KV cache: decode, prefill, cascade and merge; new tokens, block copies and swaps.
 
 `backend` chooses the code that runs. Caches are `[blocks, block_size, kv_heads, dim]`; K and V may differ in `dim`.
 Block 0 is the null block, all zeros.
@@ -11,20 +11,19 @@ A cascade is a decode over shared prefixes: blocks that several sequences share 
 A merge combines two partial attentions of the same queries over different keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from paged_kernels import checks, reference
+from paged_kernels import arguments, reference, torch_backend
+from paged_kernels.arguments import DEFAULT_WORKSPACE, PagedBatch, Scoring, Workspace, token_bytes
 from paged_kernels.backends import Demand, check_prefill_kernel, choose_backend, resolve_backend
 from paged_kernels.cascade_groups import each_query
-from paged_kernels.memory import DEFAULT_WORKSPACE, PagedBatch, Workspace, token_bytes
 from paged_kernels.native import attention as native
-from paged_kernels.scoring import Scoring
-from paged_kernels.torch.attention import (
+from paged_kernels.torch_backend import (
     DecodeMetadata,
     cascade_metadata,
     decode_metadata,
@@ -192,7 +191,7 @@ def paged_attention_decode(
     which waits for the device (never during graph capture). Raises a `KernelError` before anything is launched.
     """
     if num_splits is not None and not 1 <= num_splits <= 256:
-        raise checks.OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
+        raise arguments.OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
     bounds = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, bounds, 1)
     scoring = Scoring(scale, window, softcap, sinks, alibi, k_scale, v_scale)
@@ -240,7 +239,7 @@ def paged_attention_prefill(
 
 
 def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
-    return max(1, int(bounds.diff().max()) if checks.can_read_values(bounds) else len(q))
+    return max(1, int(bounds.diff().max()) if arguments.can_read_values(bounds) else len(q))
 
 
 def _dispatch(
@@ -258,7 +257,7 @@ def _dispatch(
     check_batch(batch, scoring, validate=validate)
     q, dv = batch.q, batch.value_cache.shape[-1]
     out = q.new_empty(*q.shape[:2], dv) if out is None else out
-    checks.check_outputs(q, dv, out, lse)
+    arguments.check_outputs(q, dv, out, lse)
     demand = Demand.of(q, batch.key_cache, batch.value_cache, scoring)
     if lse is not None:
         demand = demand._replace(options=(*demand.options, "LSE"))
@@ -287,12 +286,12 @@ def _copy_result(
 
 def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
     """Check a batch before it runs. Values are checked only if `validate`. Raises a `KernelError`."""
-    checks.check_caches(batch.key_cache, batch.value_cache)
-    checks.check_queries(batch.q, batch.key_cache)
-    checks.check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
-    checks.check_scoring(scoring, batch.q)
+    arguments.check_caches(batch.key_cache, batch.value_cache)
+    arguments.check_queries(batch.q, batch.key_cache)
+    arguments.check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
+    arguments.check_scoring(scoring, batch.q)
     if validate:
-        checks.check_values(
+        arguments.check_values(
             batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q)
         )
 
@@ -343,7 +342,7 @@ def cascade_attention_decode(
     check_batch(batch, scoring, validate=validate)
     _check_groups(batch, shared_block_table, prefix_lens, group_ids, validate=validate)
     out = q.new_empty(*q.shape[:2], value_cache.shape[3]) if out is None else out
-    checks.check_outputs(q, value_cache.shape[3], out, lse)
+    arguments.check_outputs(q, value_cache.shape[3], out, lse)
     demand = Demand.of(q, key_cache, value_cache)._replace(options=("cascades",))
     chosen = choose_backend(backend, q.device, demand).backend
     if rows and chosen == "triton":
@@ -372,25 +371,25 @@ def _check_groups(
 ) -> None:
     rows, groups = len(batch.seq_lens), len(tables)
     if tables.dim() != 2 or lens.shape != (groups,) or group_ids.shape != (rows,):
-        raise checks.ShapeError(
+        raise arguments.ShapeError(
             f"shared_block_table {tuple(tables.shape)}, prefix_lens {tuple(lens.shape)} and group_ids "
             f"{tuple(group_ids.shape)} must be [groups, blocks], [groups] and [{rows}]"
         )
     for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
         if tensor.device != batch.q.device:
-            raise checks.DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
-    if not validate or not checks.can_read_values(lens):
+            raise arguments.DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
+    if not validate or not arguments.can_read_values(lens):
         return
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
     prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)
     check_batch(prefixes, Scoring(1.0), validate=True)
     queries = batch.cu_seqlens_q.diff()
     if bool((queries > batch.seq_lens.clamp(min=1)).any()):
-        raise checks.TableError(
+        raise arguments.TableError(
             f"suffixes of {batch.seq_lens.tolist()} tokens must hold the {queries.tolist()} queries of their rows"
         )
     if rows and not -1 <= int(group_ids.min()) <= int(group_ids.max()) < groups:
-        raise checks.TableError(
+        raise arguments.TableError(
             f"group_ids from {int(group_ids.min())} to {int(group_ids.max())}; allowed are -1 (none) to {groups - 1}"
         )
 
@@ -410,7 +409,7 @@ def merge_attn_states(
     Each output is weighted by exp(lse - max). A side that saw no key has LSE -inf and is ignored. If both sides
     are empty, the output is 0 and the LSE is -inf. Returns `out` and `lse`, filling those that are given.
     """
-    checks.check_states(o_a, lse_a, o_b, lse_b)
+    arguments.check_states(o_a, lse_a, o_b, lse_b)
     out = torch.empty_like(o_a) if out is None else out
     lse = torch.empty_like(lse_a) if lse is None else lse
     if resolve_backend(backend, o_a.device) == "triton":
@@ -420,3 +419,125 @@ def merge_attn_states(
     else:
         _copy_result(out, lse, *merge_reference(o_a, lse_a, o_b, lse_b))
     return out, lse
+
+
+Pairs = torch.Tensor | Sequence[tuple[int, int]]
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    *,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    backend: str = "auto",
+    validate: bool = True,
+) -> None:
+    """Write keys and values `[tokens, kv_heads, dim]` to slots (block x block_size + offset); slot -1 skips a token.
+
+    An fp8 cache stores key / `k_scale` and value / `v_scale`, clamped to its range. `validate` checks the slots, which
+    waits for the device (never during graph capture). Raises a `KernelError` before anything is written.
+    """
+    arguments.check_caches(key_cache, value_cache)
+    _check_rows("key", key, key_cache)
+    _check_rows("value", value, value_cache)
+    arguments.check_scales(k_scale, v_scale)
+    if validate:
+        arguments.check_slots(slot_mapping, key.shape[0], key_cache)
+    given = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    demand = Demand.of(key, key_cache, value_cache)
+    if choose_backend(backend, key_cache.device, demand).backend == "triton":
+        from paged_kernels.triton import cache as triton_cache
+
+        triton_cache.reshape_and_cache(*given)
+    else:
+        torch_backend.reshape_and_cache(*given)
+
+
+def copy_blocks(
+    key_cache: torch.Tensor, value_cache: torch.Tensor, block_mapping: Pairs, *, backend: str = "auto"
+) -> None:
+    """Copy blocks `[n, 2]` (source, destination) of both caches; all sources are read before any write.
+
+    A cache may be a stack of layers `[layers, blocks, block_size, kv_heads, dim]`: all layers are copied in one launch.
+    A mapping on the host is checked, and needs no staging buffer if no destination is a source.
+    """
+    arguments.check_same("key_cache", key_cache, "value_cache", value_cache)
+    pairs = _pairs(block_mapping, key_cache.shape[-4], key_cache.shape[-4])
+    if not len(pairs):
+        return
+    disjoint = pairs.device.type == "cpu" and not set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist())
+    source, destination = pairs.to(key_cache.device).long().unbind(1)
+    if resolve_backend(backend, key_cache.device) == "triton":
+        from paged_kernels.triton import cache as triton_cache
+
+        if key_cache.shape == value_cache.shape and key_cache.stride() == value_cache.stride():
+            triton_cache.copy_blocks(key_cache, source, destination, value_cache, disjoint=disjoint)
+            return
+        for cache in (key_cache, value_cache):
+            triton_cache.copy_blocks(cache, source, destination, disjoint=disjoint)
+    else:
+        torch_backend.copy_blocks(key_cache, source, destination)
+        torch_backend.copy_blocks(value_cache, source, destination)
+
+
+def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: Pairs) -> None:
+    """Copy blocks `[n, 2]` (block of `source`, block of `destination`) between caches on different devices.
+
+    Both have the same shape except for the number of blocks; stacks of layers are allowed. The mapping is on the host.
+    With pinned host memory the copies are asynchronous: wait for the stream before the host reads what was swapped out.
+    """
+    if source.shape[:-4] != destination.shape[:-4] or source.shape[-3:] != destination.shape[-3:]:
+        raise arguments.ShapeError(
+            f"source {tuple(source.shape)} and destination {tuple(destination.shape)} must agree in all but the "
+            "number of blocks"
+        )
+    if source.dtype != destination.dtype:
+        raise arguments.DtypeError(
+            f"source is {source.dtype} and destination {destination.dtype}; blocks are copied without conversion"
+        )
+    if isinstance(block_mapping, torch.Tensor) and block_mapping.device.type != "cpu":
+        raise arguments.DeviceError(
+            f"block_mapping is on {block_mapping.device}; the host starts the copies: pass it on the CPU"
+        )
+    pairs = _pairs(block_mapping, source.shape[-4], destination.shape[-4])
+    torch_backend.swap_blocks(
+        source, destination, [(int(read), int(write)) for read, write in pairs.tolist()]
+    )
+
+
+def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
+    """The mapping as `[n, 2]`. Its values are checked if it is on the host, where reading them costs no wait."""
+    pairs = mapping
+    if not isinstance(pairs, torch.Tensor):
+        pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+    if pairs.dim() != 2 or pairs.shape[1] != 2:
+        raise arguments.ShapeError(
+            f"block_mapping {tuple(pairs.shape)} must be [n, 2]: pairs of source and destination"
+        )
+    if pairs.device.type == "cpu" and len(pairs):
+        low, high = pairs.min(0).values.tolist(), pairs.max(0).values.tolist()
+        if min(low) < 0 or high[0] >= sources or high[1] >= destinations:
+            raise arguments.TableError(
+                f"block_mapping reads blocks {low[0]} to {high[0]} of {sources} and writes {low[1]} to {high[1]} of "
+                f"{destinations}"
+            )
+        if len(set(pairs[:, 1].tolist())) < len(pairs):
+            raise arguments.TableError(
+                "block_mapping writes a destination twice; its content would be undefined"
+            )
+    return pairs
+
+
+def _check_rows(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:
+    if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:]:
+        raise arguments.ShapeError(
+            f"{name} {tuple(rows.shape)} must be [tokens, {cache.shape[2]}, {cache.shape[3]}]"
+        )
+    if cache.dtype.itemsize > 1:
+        arguments.check_same(name, rows, f"{name}_cache", cache)
+    elif rows.device != cache.device:
+        raise arguments.DeviceError(f"{name} is on {rows.device} and its cache on {cache.device}")

@@ -13,10 +13,8 @@ from typing import Protocol
 
 import torch
 
-from paged_kernels.checks import KernelError, OptionError
-from paged_kernels.memory import storable, token_bytes
+from paged_kernels.arguments import KernelError, OptionError, Scoring, storable, token_bytes
 from paged_kernels.reference import paged_attention
-from paged_kernels.scoring import Scoring
 
 Run = Callable[[], torch.Tensor]  # one call of the prepared attention; returns the output [tokens, heads, dv]
 
