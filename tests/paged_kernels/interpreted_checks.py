@@ -4,6 +4,9 @@ TRITON_INTERPRET is read when a kernel is defined, so this file is not collected
 program costs about 7 ms here and a tile 4 ms. What runs at full size and in all dtypes on a GPU is in `test_on_gpu.py`.
 """
 
+import random
+from dataclasses import replace
+
 import pytest
 import torch
 from interpreted_cases import (
@@ -15,9 +18,10 @@ from interpreted_cases import (
     options_of,
     over_shared,
     random_batches,
+    random_spec,
     spec_of,
 )
-from tiers import cases
+from tiers import cases, nights_share
 
 from paged_kernels import (
     Workspace,
@@ -207,6 +211,13 @@ def test_a_few_queries_a_row_in_any_dtype(monkeypatch, dtype, kv_dtype):
     check(spec_of((290, 75), (6, 2), dtype=dtype, kv_dtype=kv_dtype), **SHORT)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", nights_share(range(1_000_000), 24))
+def test_a_batch_that_nobody_chose(monkeypatch, seed):
+    cut_short_rows(monkeypatch)
+    check(random_spec(seed), **SHORT)
+
+
 @pytest.mark.parametrize("num_splits", [1, None])
 def test_the_first_query_of_a_row_sees_keys_in_a_tile_before_the_window_of_the_last(num_splits):
     case = build_case(spec_of((264,), (8,), window=6))
@@ -243,6 +254,32 @@ LATENT = [
 def test_latent_vectors_are_keys_and_values(monkeypatch, widths, heads, window, queries):
     cut_short_rows(monkeypatch)
     check_latent((300, 133), queries, heads, widths, window=window)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", nights_share(range(1_000_000), 12))
+def test_latent_rows_that_nobody_chose(monkeypatch, seed):
+    cut_short_rows(monkeypatch)
+    draw = random.Random(seed)
+    queries = [draw.choice((1, draw.randint(1, 40))) for _ in range(draw.randint(1, 3))]
+    lengths = [count + draw.choice((0, draw.randint(0, 200))) for count in queries]
+    sizes = {"window": draw.choice((0, 1, 60)), "block_size": draw.choice((1, 8, 64))}
+    check_latent(lengths, queries, draw.randint(1, 20), draw.choice(LATENT_WIDTHS), **sizes)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", nights_share(range(1_000_000), 12))
+def test_a_cascade_that_nobody_chose(monkeypatch, seed):
+    cut_short_rows(monkeypatch)
+    spec, draw = random_spec(seed), random.Random(seed)
+    shared = draw.randint(1, -(-130 // spec.block_size)) * spec.block_size
+    queries = [max(1, count) for count in spec.queries]
+    lengths = [shared + max(1, length) for length in spec.lengths]
+    case = build_case(replace(spec, lengths=tuple(lengths), queries=tuple(queries), shared_tokens=shared))
+    lse, exact = torch.empty(case.q.shape[:2]), exact_attention(case)
+    found = over_shared(case, shared, lse=lse)
+    assert relative_error(found, exact[0]) < TOLERANCE[case.q.dtype]
+    assert torch.allclose(lse.double(), exact[1], atol=1e-5 if case.q.dtype == FP32 else 2e-2)
 
 
 @cases("num_splits", [1, 3], day=(3,))

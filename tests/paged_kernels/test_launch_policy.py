@@ -23,11 +23,10 @@ from harness.kernel_speed.block_sizes import (
     room_of,
 )
 from harness.kernel_speed.gpus import GPUS
-from paged_kernels import Workspace
+from paged_kernels import Workspace, providers
 from paged_kernels.backends import BackendChoice
 from paged_kernels.case import CaseSpec, build_case
 from paged_kernels.launch_policy import parts_of_rows
-from paged_kernels.providers import ours
 
 launch = pytest.importorskip("paged_kernels.triton.launch", reason="the kernels need pagetwin[gpu]")
 from paged_kernels.triton import decode as triton_decode  # noqa: E402 - after the check
@@ -60,7 +59,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(triton_decode.PartsOfStep, "of", listed)
     monkeypatch.setattr(triton_decode, "launch_decode", launch_decode)
     monkeypatch.setattr(triton_decode, "launch_combine", lambda *_: None)
-    monkeypatch.setattr(ours, "choose_backend", lambda *_: BackendChoice("triton"))
+    monkeypatch.setattr(providers, "choose_backend", lambda *_: BackendChoice("triton"))
     return found
 
 
@@ -94,7 +93,7 @@ def by_engine(case):
     tables = np.arange(len(case.lengths))[:, None] + np.zeros((1, case.block_table.shape[1]), dtype=np.int64)
     layout = engine_metadata.StepLayout(tables, np.array(case.lengths), ())
     step = engine_metadata.TritonMetadata(layout, pool, Workspace())
-    step.attend(case.q, case.key_cache, case.value_cache, case.scoring, ours.output_of(case))
+    step.attend(case.q, case.key_cache, case.value_cache, case.scoring, providers.output_of(case))
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -105,7 +104,7 @@ def test_benchmark_engine_and_model_launch_equal_parts(monkeypatch, launched, na
         lengths = batch(seed)
         case = one_block(lengths)
         launched.clear()
-        ours.Paged().prepare(case)()
+        providers.Paged().prepare(case)()
         by_engine(case)
         expected = parts_of_rows(lengths, room).tolist()
         assert launched == [expected, expected], (seed, lengths)

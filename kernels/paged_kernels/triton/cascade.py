@@ -2,8 +2,9 @@
 
 In the prefix kernel a row is (query of the cascade group, query head of the KV head's group). So one program reads a
 shared block once for as many queries as its rows hold. The prefix is cut into parts, and `combine_kernel` merges them
-with the parts of the sequences' own keys. A sequence may have several queries, as in `paged_kernels.triton.decode`:
-each of them sees the whole prefix.
+with the parts of the sequences' own keys.
+
+A sequence may have several queries, as in `paged_kernels.triton.decode`: each of them sees the whole prefix.
 """
 
 # Triton types the arguments of kernels itself, and its decorators have no types.

@@ -10,8 +10,9 @@ that change. A decode program reads one entry of the list. To compute it there, 
 the lengths of all rows.
 
 A sequence may have several queries, its last tokens: drafts that are verified, and ends of chunks. They are the rows of
-the tile with their heads, as many as it holds (`cut_rows`); further ones are a row of the list of their own. Keys of
-latent attention (MLA, absorbed) are their own values (`latent`): a tile is read once for both.
+the tile with their heads, as many as it holds (`cut_rows`); further ones are a row of the list of their own.
+
+Keys of latent attention (MLA, absorbed) are their own values (`latent`): a tile is read once for both.
 
 The same kernel runs over contiguous KV (`run_contiguous_decode`), to measure the cost of paging.
 """

@@ -3,6 +3,7 @@
 A program computes one tile of query rows for one sequence and one KV head. A row is one (token, query head of the
 group), so a group reads its keys once. Each program finds its sequence from the bounds on the device. So a batch of
 short and long chunks has no idle programs. Keys that every row of the tile may see are read without a mask.
+Rows of a few queries are left to the decode kernel, which reads their keys in parts.
 """
 
 # Triton types the arguments of kernels itself, and its decorators have no types.

@@ -2,9 +2,10 @@
 
 The plain kernel (`prefill.py`) waits for its products before it computes the softmax. Here each of two warp groups has
 64 query rows. While one has its products on the matrix units, the other computes its softmax; a barrier hands the units
-over (FlashAttention-3, Shah et al. 2024, section 3.1). The third warp group copies K and V, several tiles ahead. Its
-copies are asynchronous loads of 16 bytes (cp.async) and not TMA, because a TMA box lies in one block of the cache and
-this serves every block size.
+over (FlashAttention-3, Shah et al. 2024, section 3.1).
+
+The third warp group copies K and V, several tiles ahead. Its copies are asynchronous loads of 16 bytes (cp.async) and
+not TMA, because a TMA box lies in one block of the cache and this serves every block size.
 
 It is chosen by name (`prefill_kernel="hopper"`), never by default: no GPU has run it. It serves bfloat16 and float16,
 K and V of 64 or 128 in the same dtype, a scale above 0, and none of window, softcap, sinks and ALiBi.
