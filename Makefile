@@ -31,8 +31,10 @@ sweep: $(STAMP)
 check: lint  # before every commit: under a minute once mypy has its cache
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile -q $(FAST) $(ARGS)
 
+# a test that hangs ends the run with its name and its stack; a process that died is not replaced, since its file would begin anew
+HANGS := --max-worker-restart 0 -o faulthandler_timeout=1800 -o faulthandler_exit_on_timeout=true
 test: $(STAMP)  # a file at a time, so that what its tests share is made once
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(HANGS) $(ARGS)
 
 nightly: $(STAMP)  # all parts of the night one after the other, or those named: make nightly NIGHT="3/10 fuzz" (with PAGETWIN_VLLM=PATH/bin/python also beside vLLM)
 	$(PY) -m pip install --quiet $(PIP_ARGS) "atheris>=2.3"

@@ -17,6 +17,7 @@ SUPPORT = ROOT / "tests" / "support"
 SCRIPT = "import sys; import fake_point; from harness.cli.main import main; \
 sys.exit(main(sys.argv[1:], point=fake_point, report=fake_point))"
 POINTS = 24
+PATIENCE_S = 300  # a safety net: no test rests on it
 KILLS = tier(1, 4)
 WORKERS = ["measure=false", "workers=2"]
 
@@ -27,8 +28,10 @@ def command(*words: str) -> list[str]:
 
 
 def heed_every_signal() -> None:
-    """Undo what a parent run under nohup, or in a shell's background, would hand down: ignored signals."""
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    """Undo what nohup, a shell's background or a supervisor hands down: signals that are ignored or blocked."""
+    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, names)
+    for name in names:
         signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
 
 
@@ -36,7 +39,11 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
         command(*words),
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (SUPPORT, ROOT)))},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, (SUPPORT, ROOT))),
+            "PYTHONFAULTHANDLER": "1",
+        },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -64,6 +71,15 @@ def wait_for_records(folder: Path, count: int, process: "subprocess.Popen[str]")
     while len(records(folder)) < count:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
+
+
+def ended(process: "subprocess.Popen[str]") -> str:
+    """What it wrote to standard error. One that does not end shows there where it is."""
+    try:
+        return process.communicate(timeout=PATIENCE_S)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGABRT)
+        return process.communicate()[1]
 
 
 def is_running(pid: int) -> bool:
@@ -96,8 +112,8 @@ def test_a_sweep_that_is_killed_finishes_when_it_is_started_again(tmp_path: Path
     assert 2 * KILLS <= before <= 5 * KILLS < POINTS
     (tmp_path / "limit").unlink()
     last = start(tmp_path, *words)
-    last.communicate()
-    assert last.returncode == 0
+    err = ended(last)
+    assert last.returncode == 0, err
     assert len(records(tmp_path)) == POINTS
     assert runs(tmp_path) == ran + POINTS - before
     assert list(tmp_path.rglob("*.tmp")) == []
@@ -129,8 +145,8 @@ def test_a_stopped_sweep_can_go_on_and_says_so(
     process = start(tmp_path, *words)
     wait_for_records(tmp_path, 2, process)
     os.killpg(process.pid, name)  # as a terminal does: to the whole group
-    _, err = process.communicate()
-    assert process.returncode == 130
+    err = ended(process)
+    assert process.returncode == 130, err
     assert "Traceback" not in err
     assert "resource_tracker" not in err
     assert f"of {POINTS} points are done and kept in results/default" in err
