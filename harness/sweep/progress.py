@@ -142,6 +142,8 @@ class TimeLeft:
     def ran(self, point: PlannedPoint) -> None:
         """A point is ready for its first measured run, or one of its runs is done."""
         runs = self._runs.get(point.fingerprint)
+        if runs is None and not self._done:  # start-up and calibrations, which later points do not repeat
+            self._begun = self._last = self._clock()
         self._runs[point.fingerprint] = 0 if runs is None else runs + 1
         if runs is not None:
             self._less(self._share(point) / point.config.replay.repeats)
