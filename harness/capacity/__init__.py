@@ -9,7 +9,8 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf
+from functools import partial
+from math import inf, log
 from operator import itemgetter
 from typing import Any
 
@@ -28,6 +29,7 @@ SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _BELOW_SERVED = 0.9  # of the rate that an overloaded server serves: where a search goes on
+_MOST_WRONG = 2  # guesses in a row, after which the next step of the search is tried
 Tell = Callable[[str], None]
 
 
@@ -241,28 +243,61 @@ def _there(trial: Trial) -> str:
 
 @dataclass(frozen=True)
 class _RateSearch:
-    """The search of one seed for the highest rate, below those that no device of the kind serves."""
+    """The search of one seed for the highest rate, below those that no device of the kind serves.
+
+    It goes the way of `highest` over guessed answers and tries its ends; where a guess was wrong, the next step.
+    """
 
     precision: float
     changes: Changes
 
     def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        known = tried_rates(case, self.changes, seed)
-        good = max((rate for rate, one in known if one.met), default=0.0)
-        bad = min((rate for rate, one in known if not one.met), default=inf)
-        most = min(bad, float(np.nextafter(case.most_rate[0], inf)))
-
-        def meets(rate: float) -> bool:
-            return rate <= good or (rate < most and case.run(self.changes, rate=rate, seed=seed).met)
-
+        good, bad, _ = self._known(case, seed)
         slow, start = min((case.rate or 1.0) * SLOWEST, start), min(max(start, good), bad)
         first = case.run(self.changes, rate=start, seed=seed)
         if not first.met:
-            most = start
-            start = max(
-                slow, good, min(start, _BELOW_SERVED * first.metrics.get("request_throughput", start))
-            )
-        return highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
+            served = _BELOW_SERVED * first.metrics.get("request_throughput", start)
+            start = max(slow, good, min(start, served))
+        wrong = 0
+        while True:
+            good, bad, guess = self._known(case, seed)
+            asked = list[float]()
+            meets = partial(_guessed, good, bad, guess, asked)
+            edge = highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
+            if not asked:
+                return replace(edge, tried=len(tried_rates(case, self.changes, seed)))
+            rates = asked[:1]
+            if not good:
+                rates = [next((rate for rate in asked if rate <= guess), asked[0])]
+            elif wrong < _MOST_WRONG and guess < inf:
+                rates = [rate for rate in (edge.good, edge.bad) if rate in asked]
+            trials = (case.run(self.changes, rate=rate, seed=seed).met for rate in rates)
+            is_right = all(met == (rate <= guess) for rate, met in zip(rates, trials, strict=False))
+            wrong = 0 if is_right else wrong + 1
+
+    def _known(self, case: LoadCase, seed: int) -> tuple[float, float, float]:
+        """The highest rate that meets the SLO, the lowest that does not, and a guess of the edge; infinite: none.
+
+        It is where a line through the worst figures of both, in logarithms, reaches the bound.
+        """
+        worst = {rate: (one.met, one.worst(case.slo)) for rate, one in tried_rates(case, self.changes, seed)}
+        good = max((rate for rate, (met, _) in worst.items() if met), default=0.0)
+        bad = min((rate for rate, (met, _) in worst.items() if not met), default=inf)
+        most = min(bad, float(np.nextafter(case.most_rate[0], inf)))
+        below, above = (worst.get(rate, (None, inf))[1] for rate in (good, bad))
+        if not 0 < above < inf or not below:
+            return good, most, inf
+        if not good:
+            return good, most, bad / above**0.5
+        return good, most, bad * (good / bad) ** (log(above) / log(above / below))
+
+
+def _guessed(good: float, bad: float, guess: float, asked: list[float], rate: float) -> bool:
+    """Whether a rate meets the SLO, by what is known, else by the guess; then it is added to `asked`."""
+    if good < rate < bad:
+        asked.append(rate)
+        return rate <= guess
+    return rate <= good
 
 
 @dataclass(frozen=True)

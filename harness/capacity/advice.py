@@ -1,9 +1,10 @@
 """Advice for a workload on a model and a device: the rate that it holds, which flags matter, and what goes wrong first.
 
 Every answer comes from trials of a `LoadCase`, and from exact counts over its trace. Flags come from a search: each is
-tried alone at the rate that breaks the SLO, in the busiest window of the requests. Those that help are tried together
-on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps its value. The rule of
-headroom: flags must hold up to the highest rate, not at that of the trace, so the ratio of both is what they have.
+tried alone at the rate that breaks the SLO, in the busiest window if it breaks there, else on all requests. Those that
+help are tried together on all requests, and kept if the highest rate is higher for it. A flag that helps nothing keeps
+its value. The rule of headroom: flags must hold up to the highest rate, not at that of the trace, so the ratio of both
+is what they have.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,6 +87,11 @@ class Advice:
     config: RunConfig | None = None
     simulations: int = 0
 
+    @property
+    def where(self) -> str:
+        """Where flags are compared; a client that sets the rate has no other load."""
+        return "where the SLO breaks" if self.answer else "under this load"
+
 
 def flag(key: str) -> str:
     """vLLM's name of a setting, else ours."""
@@ -108,7 +114,7 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
     tell("the load as it is")
     own = case.run(rate=None if case.held_back else case.rate)
     if measured:
-        advice.answers.append(beside(own, measured))
+        advice.answers.append(beside(case.run(once=True), measured))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
     if case.rate and deployment_of(case.config).pool.groups is None:
         advice.answers += [line] if (line := tier_line(case, profile)) else []
@@ -152,7 +158,7 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     advice.answers.append(replicas[1])
     if answer.bad is not None:
         advice.answers.append(breaks_first(case, answer.bad))
-    advice.answers.append(matters(advice.effects))
+    advice.answers.append(matters(advice))
     advice.answers.append(_headroom(case, answer, replicas[0]))
     advice.config = replaced(case.config, {**changes, "device.data_parallel": replicas[0]})
 
@@ -168,10 +174,14 @@ def _held_back(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     trial = case.run(better) if better else own
     if better and trial.worst(case.slo) < own.worst(case.slo) * _HELPS:
         names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
-        met += f"; with {names} it " + ("is met" if trial.met else f"is not met either: {trial.why()}")
+        larger = trial.worst(case.slo) / own.worst(case.slo)
+        verdict = "it is met" if trial.met else f"it is not met either: {trial.why()}"
+        met += f"; with {names} " + (
+            f"the worst figure is {larger:.2g} times as large" if own.met else verdict
+        )
     else:
         better = {}
-    advice.answers += [f"{text} {met}.", matters(advice.effects)]
+    advice.answers += [f"{text} {met}.", matters(advice)]
     advice.config = replaced(case.config, better) if own.met or better else None
 
 
@@ -195,7 +205,7 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
             "the log of the device's fit leaves open" if fitted else "the cost model assumes of the device"
         )
         text += f" ({low:.3g} to {high:.3g} by what {leaves})"
-    compared = f"{rate / own:.2g} times the {own:.3g} requests/s of the trace" if own else ""
+    compared = f"{rate / own:.2g} times the {own:.3g} requests/s simulated" if own else ""
     return f"{text}, {compared}." if compared else f"{text}."
 
 
@@ -227,7 +237,7 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
     each = device.tensor_parallel
     now = device.data_parallel
     if answer.value.mean >= asked:
-        return now, f"For the {asked:.3g} requests/s of the trace {_gpus(now * each, device.name)} is enough."
+        return now, f"For the {asked:.3g} requests/s simulated {_gpus(now * each, device.name)} is enough."
     first = ceil(asked / answer.value.mean) * now
     for count in range(first, first + _MOST_REPLICAS):
         tell(f"{count} replicas")
@@ -239,10 +249,10 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
                 f"For {asked:.3g} requests/s about {_gpus(first * each, device.name)}, not tried: {error}.",
             )
         if trial.met:
-            text = f"For the {asked:.3g} requests/s of the trace: {_gpus(count * each, device.name)}"
+            text = f"For the {asked:.3g} requests/s simulated: {_gpus(count * each, device.name)}"
             return count, f"{text} ({count} replicas), which was tried."
     return now, (
-        f"For the {asked:.3g} requests/s of the trace not even {_gpus(count * each, device.name)} do: {trial.why()}."
+        f"For the {asked:.3g} requests/s simulated not even {_gpus(count * each, device.name)} do: {trial.why()}."
     )
 
 
@@ -252,7 +262,7 @@ def _headroom(case: LoadCase, answer: CapacityAnswer, replicas: int) -> str:
     spare = rate * replicas / device.data_parallel / (case.rate or rate)
     return (
         f"Headroom: the flags are those that hold at {rate:.3g} requests/s, with the replicas named here {spare:.2g} "
-        "times the rate of the trace; none is a peak that was seen."
+        "times the rate simulated; none is a peak that was seen."
     )
 
 
@@ -280,7 +290,7 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
         if found.value is not None:
             text += f"; it holds up to {found.value.mean:.3g} requests/s"
         if own.growth:
-            text += f". At the {case.rate:.3g} requests/s of the trace none would, because {own.why()}"
+            text += f". At the {case.rate:.3g} requests/s simulated none would, because {own.why()}"
         advice.answers.append(f"{text}.")
     tell("other devices")
     for name, changes in _devices(case.config):
@@ -318,9 +328,13 @@ def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
 
 
 def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
-    """What each candidate does alone at `rate` in the busiest window, the largest effect first."""
-    base = case.run(rate=rate, busiest=True)
-    found = []
+    """What each candidate does alone at `rate`, the largest effect first.
+
+    In the busiest window, but for an SLO that all requests break and the window does not.
+    """
+    base, whole = (case.run(rate=rate, busiest=busiest) for busiest in (True, False))
+    busiest = whole.met or not base.met
+    base, found = base if busiest else whole, []
     for key, values in CANDIDATES.items():
         section, _, name = key.partition(".")
         present = getattr(getattr(case.config, section), name)
@@ -330,7 +344,7 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
             try:
                 trial = base
                 if not _changes_nothing(case, base, key, value):
-                    trial = case.run({key: value}, rate=rate, busiest=True)
+                    trial = case.run({key: value}, rate=rate, busiest=busiest)
             except ConfigError:
                 continue  # this value is not allowed here
             found.append(
@@ -379,21 +393,22 @@ def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:
     return {key: one.value for key, one in best.items()}
 
 
-def matters(found: Sequence[FlagEffect]) -> str:
+def matters(advice: Advice) -> str:
     """The two flags that matter most, and that the others do not."""
     by_key: dict[str, FlagEffect] = {}
+    found = advice.effects
     for one in found:
         if max(one.worse, 1 / max(one.worse, 1e-9)) >= _MATTERS:
             by_key.setdefault(one.key, one)
     tried = list(dict.fromkeys(flag(one.key) for one in found))
     if not by_key:
         names = ", ".join(tried)
-        return f"No flag matters here: {names} change the worst figure by less than 5 % where the SLO breaks."
+        return f"No flag matters here: {names} change the worst figure by less than 5 % {advice.where}."
     first = list(by_key.values())[:2]
     said = [f"{one} makes the worst figure {_times(one)}" for one in first]
     others = [name for name in tried if name not in {flag(one.key) for one in by_key.values()}]
     rest = f"; {', '.join(others)} change nothing" if others else ""
-    return f"What matters most, where the SLO breaks: {' and '.join(said)}{rest}."
+    return f"What matters most, {advice.where}: {' and '.join(said)}{rest}."
 
 
 def _times(one: FlagEffect) -> str:
@@ -475,7 +490,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
     pool, trace = deployment_of(case.config).pool, case.trace
     paths, unit = PrefixPaths(trace), pool.block_size
     shared = case.shared
-    prompts = [request.prompt_tokens for request in trace.requests]
+    prompts = trace.columns.prompt_tokens.tolist()
     exact = sum(shared) / max(1, sum(prompts))
     profile = reuse_profile(paths, unit, spare_last_token=True)
     most = float(profile.blocks.sum()) * unit / max(1, sum(prompts))
@@ -530,8 +545,8 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
 def windows(case: LoadCase, advice: Advice) -> None:
     """What windowed layers keep in vain where groups are off."""
     sets, cache = layer_sets(model_shape(case.config.model)), case.config.cache
-    rows = case.trace.requests
-    mean = sum(request.prompt_tokens + request.output_tokens for request in rows) // max(1, len(rows))
+    rows = case.trace.columns
+    mean = int((rows.prompt_tokens + rows.output_tokens).sum()) // max(1, len(rows))
     unseen = unseen_share(sets, mean)
     if cache.groups is GroupPages.off and unseen > _WORTH_SAYING:
         advice.warnings.append(

@@ -337,11 +337,13 @@ class LoadCase:
         rate: float | None = None,
         seed: int = 0,
         busiest: bool = False,
+        once: bool = False,
         end: str = "",
     ) -> Trial:
         """Simulate one candidate. None leaves the rate as it is.
 
-        With `busiest` only the window with the most tokens a second is simulated. `end` takes the fast or slow
+        With `busiest` only the window with the most tokens a second is simulated, and with `once` the requests are
+        sent once, however short they last; else they are repeated until growth shows. `end` takes the fast or slow
         end of what is left open of the device. A request that fits the case and not these settings breaks the SLO.
 
         Raises:
@@ -358,10 +360,10 @@ class LoadCase:
         trace = part.point.trace
         if rate is not None:
             trace = set_rate(trace, rate)
-        if busiest:
-            trace = busiest_window(trace)
+        if busiest or once:
+            trace = busiest_window(trace) if busiest else trace
             found = self._simulated(part, trace, rate, changes, seed, end)
-            return self._kept(replace(found, busiest=True))
+            return self._kept(replace(found, busiest=busiest))
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))

@@ -373,7 +373,7 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
         say(f"warning: {line}")
     say(f"Prefixes: {advice.floor}.")
     if advice.effects:
-        say("\nOne flag changed, where the SLO breaks; worst figure: over that of the present value")
+        say(f"\nOne flag changed, {advice.where}; worst figure: over that of the present value")
         say(
             f"{'flag':32} {'worst figure':>12}  {'TTFT p99 s':>10}  {'TPOT mean s':>11}  {'hits':>6}  "
             f"{'preemptions':>11}"

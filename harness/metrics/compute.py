@@ -258,14 +258,14 @@ def exact_samples(
 NamedValues = Iterator[tuple[str, float]]
 
 
-def compute_metrics(log: RunLog) -> dict[str, float]:
+def compute_metrics(log: RunLog, of_steps: Totals | None = None) -> dict[str, float]:
     """Every metric of `METRICS` that is defined for this run, by name, in the metric's unit.
 
     Latencies cover finished requests. A metric without a single sample (an empty log, a TPOT where all
-    outputs are one token) is absent; no value is NaN or infinite.
+    outputs are one token) is absent; no value is NaN or infinite. `of_steps` are its `step_totals`, where known.
     """
     requests = as_floats(log.requests)
-    totals = step_totals(as_floats(log.steps)) | request_totals(requests)
+    totals = (of_steps or step_totals(as_floats(log.steps))) | request_totals(requests)
     samples = exact_samples(requests, log.itl_s, log.itl_weight)
     sizes = (log.span_s, log.capacity_slots, log.kv_bytes_per_token)
     found = metrics_of_totals(totals, samples, *sizes, replicas=log.replicas)

@@ -129,7 +129,7 @@ def prediction_of(log: RunLog, source: CostSource, *, rows: bool) -> Prediction:
     """The prediction that a kept run log stands for, with its `rows` or without."""
     beyond, totals = extrapolated(source, log.steps), compute.step_totals(compute.as_floats(log.steps))
     kept = log if rows else empty_log(log.block_size, log.capacity_slots, log.kv_bytes_per_token)
-    return Prediction(compute.compute_metrics(log), log.outcomes, beyond, totals, kept)
+    return Prediction(compute.compute_metrics(log, totals), log.outcomes, beyond, totals, kept)
 
 
 class Fold(Protocol):
