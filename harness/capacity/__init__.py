@@ -29,7 +29,7 @@ SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _BELOW_SERVED = 0.9  # of the rate that an overloaded server serves: where a search goes on
-_MOST_WRONG = 2  # guesses in a row, after which the next step of the search is tried
+_NARROW = 8  # times the precision, from which on an edge is guessed
 Tell = Callable[[str], None]
 
 
@@ -39,12 +39,6 @@ class Edge:
 
     good: float | None
     bad: float | None
-    tried: int
-
-    @property
-    def found(self) -> bool:
-        """Whether the edge lies between two values that were tried."""
-        return self.good is not None and self.bad is not None
 
 
 def highest(meets: Meets, start: float, *, precision: float, low: float, high: float) -> Edge:
@@ -55,21 +49,20 @@ def highest(meets: Meets, start: float, *, precision: float, low: float, high: f
     `high`. If `meets` is not monotone, there are
     several edges; therefore every seed searches on its own.
     """
-    tried, value, factor = 1, min(max(start, low), high), _FIRST_FACTOR
+    value, factor = min(max(start, low), high), _FIRST_FACTOR
     good, bad = (value, None) if meets(value) else (None, value)
     while bad is None or good is None:
         known = good if bad is None else bad
         assert known is not None
         if (known >= high and bad is None) or (known <= low and good is None):
-            return Edge(good, bad, tried)
+            return Edge(good, bad)
         value = min(known * factor, high) if bad is None else max(known / factor, low)
-        tried, factor = tried + 1, factor**2
+        factor **= 2
         good, bad = (value, bad) if meets(value) else (good, value)
     while bad / good > 1 + precision:
         value = float(np.sqrt(good * bad))
-        tried += 1
         good, bad = (value, bad) if meets(value) else (good, value)
-    return Edge(good, bad, tried)
+    return Edge(good, bad)
 
 
 def smallest(meets: Callable[[int], bool], *, start: int, high: int) -> int | None:
@@ -233,7 +226,8 @@ def _rates(
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO{which}", endless=True)
         edges.append(edge.good)
-        tell(f"{edge.good:.4g} requests/s{which}, {edge.tried} simulations")
+        count = len(tried_rates(case, changes, seed))
+        tell(f"{edge.good:.4g} requests/s{which}, {count} simulations")
     return estimate(edges)
 
 
@@ -245,7 +239,8 @@ def _there(trial: Trial) -> str:
 class _RateSearch:
     """The search of one seed for the highest rate, below those that no device of the kind serves.
 
-    It goes the way of `highest` over guessed answers and tries its ends; where a guess was wrong, the next step.
+    It goes the way of `highest` over guessed answers. Between a rate that meets the SLO and one that does not it tries
+    the step in the middle, and from near both ends of that way, unless the guess before was wrong.
     """
 
     precision: float
@@ -258,22 +253,22 @@ class _RateSearch:
         if not first.met:
             served = _BELOW_SERVED * first.metrics.get("request_throughput", start)
             start = max(slow, good, min(start, served))
-        wrong = 0
+        is_trusted = True
         while True:
             good, bad, guess = self._known(case, seed)
             asked = list[float]()
             meets = partial(_guessed, good, bad, guess, asked)
             edge = highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
             if not asked:
-                return replace(edge, tried=len(tried_rates(case, self.changes, seed)))
-            rates = asked[:1]
-            if not good:
+                return edge
+            if not good or bad == inf:
                 rates = [next((rate for rate in asked if rate <= guess), asked[0])]
-            elif wrong < _MOST_WRONG and guess < inf:
+            elif is_trusted and guess < inf and bad / good < (1 + self.precision) ** _NARROW:
                 rates = [rate for rate in (edge.good, edge.bad) if rate in asked]
+            else:
+                rates = [min(asked, key=lambda rate: abs(log(rate * rate / good / bad)))]
             trials = (case.run(self.changes, rate=rate, seed=seed).met for rate in rates)
-            is_right = all(met == (rate <= guess) for rate, met in zip(rates, trials, strict=False))
-            wrong = 0 if is_right else wrong + 1
+            is_trusted = all(met == (rate <= guess) for rate, met in zip(rates, trials, strict=False))
 
     def _known(self, case: LoadCase, seed: int) -> tuple[float, float, float]:
         """The highest rate that meets the SLO, the lowest that does not, and a guess of the edge; infinite: none.
@@ -311,7 +306,7 @@ class _PoolSearch:
         def meets(blocks: int) -> bool:
             return case.run({"cache.pool_tokens": blocks * self.block_size}, seed=seed).met
 
-        return Edge(smallest(meets, start=int(start), high=self.largest), None, 0)
+        return Edge(smallest(meets, start=int(start), high=self.largest), None)
 
 
 _Search = Callable[[LoadCase, int, float], Edge]
@@ -330,22 +325,15 @@ def _of_seeds(case: LoadCase, seeds: int, search: _Search, start: float) -> Iter
     asked, others = case.config.workers, range(1, seeds)
     wanted = asked or (os.cpu_count() or 1 if took > _WORTH_WORKERS_S else 1)
     workers = min(workers_that_fit(case.config, wanted), len(others))
-    jobs = [_Job(search, case.anew(), seed, first.good or start) for seed in others]
+    jobs = [(search, replace(case, made=[]), seed, first.good or start) for seed in others]
     for edge, made in in_workers(_searched, jobs, workers):
         case.made += made
         yield edge
 
 
-@dataclass(frozen=True)
-class _Job:
-    search: _Search
-    case: LoadCase
-    seed: int
-    start: float
-
-
-def _searched(job: _Job) -> tuple[Edge, list[Trial]]:
-    return job.search(job.case, job.seed, job.start), job.case.made
+def _searched(job: tuple[_Search, LoadCase, int, float]) -> tuple[Edge, list[Trial]]:
+    search, case, seed, start = job
+    return search(case, seed, start), case.made
 
 
 # A pool search ends at so many times the larger of the configured pool and what the device's memory holds.

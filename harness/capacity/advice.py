@@ -52,7 +52,7 @@ _MATTERS = 1.05
 _MOST_REPLICAS = 3  # tried above what the rate of one asks for
 _HIDDEN = 4  # a match unit hides reuse that is so many times what is found
 _WORTH_SAYING = 0.01
-_MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
+MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
 _MOST_TRIED = 50_000  # with which every rule of eviction is tried, in seconds
 _FULL = 0.9  # of a limit, from which on it binds
 _SLACK = 1.1  # an SLO that would do, above the figures without a queue
@@ -85,7 +85,6 @@ class Advice:
     effects: list[FlagEffect] = field(default_factory=list)
     answer: CapacityAnswer | None = None
     config: RunConfig | None = None
-    simulations: int = 0
 
     @property
     def where(self) -> str:
@@ -118,7 +117,6 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
     if case.rate and deployment_of(case.config).pool.groups is None:
         advice.answers += [line] if (line := tier_line(case, profile)) else []
-    advice.simulations = len(case.made)
     return advice
 
 
@@ -174,11 +172,10 @@ def _held_back(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     trial = case.run(better) if better else own
     if better and trial.worst(case.slo) < own.worst(case.slo) * _HELPS:
         names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
-        larger = trial.worst(case.slo) / own.worst(case.slo)
-        verdict = "it is met" if trial.met else f"it is not met either: {trial.why()}"
-        met += f"; with {names} " + (
-            f"the worst figure is {larger:.2g} times as large" if own.met else verdict
-        )
+        found = "it is met" if trial.met else f"it is not met either: {trial.why()}"
+        if own.met:
+            found = f"the worst figure is {trial.worst(case.slo) / own.worst(case.slo):.2g} times as large"
+        met += f"; with {names} {found}"
     else:
         better = {}
     advice.answers += [f"{text} {met}.", matters(advice)]
@@ -499,7 +496,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
         f"{unit} tokens {percent(most)}"
     )
     best = 0.0
-    if most and pool.groups is None and profile.blocks_in_all <= _MOST_BLOCKS:
+    if most and pool.groups is None and profile.blocks_in_all <= MOST_BLOCKS:
         best = optimal_hit_tokens(paths, unit, pool.num_blocks) / max(1, sum(prompts))
         advice.floor += (
             f", and at most {percent(best)} with any eviction (Belady's optimum, a bound: blocks of running requests "

@@ -31,6 +31,7 @@ from harness.metrics.log import RunLog
 from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
 from harness.replay.cost_model import CostModel
+from harness.workload.deployment import max_position
 from harness.workload.point import NEVER_FITS, TOO_LONG, Point, resolve
 from harness.workload.simulate import obstacle, often_replayed, predict
 from harness.workload.trace import reshaped_trace, retimed
@@ -248,14 +249,11 @@ class LoadCase:
     @property
     def longest(self) -> int:
         """The longest sequence that is served, in tokens."""
-        from harness.workload.deployment import max_position
-
         return self.config.cache.max_model_len or max_position(self.config.model)
 
     def _who_takes(self, rows: Requests) -> str:
         """The preset of the same shape that takes the longest of `rows`, or what else would."""
         from harness.capacity.flags import longer_preset
-        from harness.workload.deployment import max_position
 
         lengths = rows.prompt_tokens + rows.output_tokens
         needed, shortest = int(lengths.max()), int(lengths.min())
@@ -323,10 +321,6 @@ class LoadCase:
         device = possible_devices(point.deployment)[self._fitted_ends[end]]
         deployment = replace(point.deployment, device=device)
         return replace(point, deployment=deployment), cost_model(deployment)
-
-    def anew(self) -> "LoadCase":
-        """The same without trials, for another process."""
-        return LoadCase(self.config, self.slo, self.recorded, self.requests)
 
     # -- trials --------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from engine.runtime.errors import ModelError, TokenizerError
 from engine.runtime.text import chat_text, encode_text, load_tokenizer
-from harness.capacity.advice import percent
+from harness.capacity.advice import MOST_BLOCKS, percent
 from harness.config.errors import UserError
 from harness.console import one_line
 from traces.analysis.reuse import (
@@ -40,7 +40,6 @@ from traces.formats.segments import Tokens, TokenTree
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 Message = dict[str, Any]
-_MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
 _NEARLY = 0.95  # of the hits of an unlimited pool
 _MOST_SHOWN = 5  # causes of lost prefixes
 _LATEST_S = 1e11  # of Unix time, in the year 5138; a number above is of milliseconds or smaller
@@ -404,7 +403,7 @@ def _lost_text(lost: Sequence[LostPrefix], total: int, requests: int) -> Iterato
 def _curve(
     paths: PrefixPaths, profile: ReuseProfile, salted: ReuseProfile | None, sizes: Iterable[int]
 ) -> Iterator[str]:
-    bounded = profile.blocks_in_all <= _MOST_BLOCKS
+    bounded = profile.blocks_in_all <= MOST_BLOCKS
     head = f"{'pool, tokens':>14}  {'hits':>8}" + (
         f"  {'bound of any eviction (Belady)':>30}" if bounded else ""
     )

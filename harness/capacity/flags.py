@@ -44,10 +44,7 @@ def serve_line(config: RunConfig) -> str:
     model = config.model
     if not model.path and model.name in TOY_MODELS:
         return ""
-    stored = model.weight_dtype not in (
-        WeightDtype.model,
-        WeightDtype.fp8,
-    )  # vLLM quantises none of these itself
+    stored = model.weight_dtype not in (WeightDtype.model, WeightDtype.fp8)  # vLLM quantises none of these
     hub = "MODEL" if stored else HUB_IDS.get(model.name, "MODEL")
     return " ".join(["vllm serve", model.path or hub, *flags_of(config)])
 

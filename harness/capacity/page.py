@@ -88,7 +88,6 @@ def _median_line(found: Sequence[tuple[float, float, bool]]) -> tuple[list[float
 class CapacityStudy:
     """A finished search: its settings, its answer, and its trials."""
 
-    name: str
     settings: Sequence[tuple[str, str]]
     case: LoadCase
     axis: str
@@ -154,7 +153,7 @@ def notes(study: CapacityStudy) -> list[str]:
     good = study.answer.good
     if study.axis == "rate" and value is not None and good is not None:
         if value.low is not None:
-            found.append(f"Over the seeds: {value.mean:,.4g} requests/s{_interval(value)}.")
+            found.append(f"Over the seeds: {rate_words(value)}.")
         count = good.outcome.get("finished", 0)
         found.append(
             f"It lasts: {count:,} requests that arrive in {good.span_s:,.0f} s show no growth of the number in the "
@@ -168,24 +167,22 @@ def _page(study: CapacityStudy, svg: bytes) -> str:
 
     return filled(
         Path(__file__).with_name("capacity.html.j2"),
-        name=study.name,
+        name=study.case.config.name,
         answer=answer_text(study.case, study.answer),
         found=study.answer.value is not None,
         slo=[str(goal) for goal in study.case.slo],
         scope=str(study.case.scope),
         settings=study.settings,
         notes=notes(study),
-        choices=[(size, _rate(rate)) for size, rate in study.answer.choices],
+        choices=[(size, rate_words(rate)) for size, rate in study.answer.choices],
         figure=Markup(inline(svg, "capacity", study.answer.question)),
         simulations=len(study.case.made),
     )
 
 
-def _rate(rate: Any) -> str:
-    if rate is None:
-        return "no edge found"
-    interval = f" ({rate.low:,.4g} – {rate.high:,.4g})" if rate.low is not None else ""
-    return f"{rate.mean:,.4g} requests/s{interval}"
+def rate_words(rate: Estimate | None) -> str:
+    """A rate with its interval."""
+    return f"{rate.mean:,.4g} requests/s{_interval(rate)}" if rate else "no edge found"
 
 
 def _png(figure: Any) -> bytes:

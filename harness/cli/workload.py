@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from harness.capacity import CapacityAnswer
     from harness.capacity.advice import Advice
-    from harness.capacity.case import LoadCase, Trial
+    from harness.capacity.case import LoadCase
     from harness.capacity.slo import Slo
     from harness.config.schema import RunConfig
     from harness.trace.flags import Actions
@@ -97,20 +97,22 @@ def _run_capacity(arguments: Arguments) -> int:
     flags = arguments.flags
     if flags.seeds < 1 or not 0 < flags.precision < 1:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
+    from harness.capacity import curve
     from harness.capacity.case import LoadCase
-    from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
+    from harness.capacity.page import CapacityStudy, answer_text, notes, rate_words, write_study
     from harness.capacity.slo import parse_slo
 
     out = out_folder(flags.out)
     case = LoadCase(_capacity_config(arguments.overrides), parse_slo(flags.slo))
     say(str(case.scope))
     answer = _answer(case, flags)
-    shown = _shown(case, flags, answer)
+    rate = answer.value.mean if answer.value and flags.find == "rate" else None
+    shown = curve(case, rate, flags.seeds) if rate else case.made
     settings = _settings(case, arguments.overrides, flags)
-    study = CapacityStudy(case.config.name, settings, case, flags.find, answer, shown)
+    study = CapacityStudy(settings, case, flags.find, answer, list(shown))
     say(answer_text(case, answer))
-    for size, rate in answer.choices:
-        say(f"  blocks of {size:g}: " + (f"{rate.mean:.4g} requests/s" if rate else "no edge found"))
+    for size, its_rate in answer.choices:
+        say(f"  blocks of {size:g}: {rate_words(its_rate)}")
     for note in notes(study):
         say(note)
     say(f"{len(case.made)} simulations; {write_study(study, out)}")
@@ -132,30 +134,26 @@ def _answer(case: "LoadCase", flags: argparse.Namespace) -> "CapacityAnswer":
     return best_block_size(case, flags.block_sizes, flags.seeds, flags.precision, remark)
 
 
-def _shown(case: "LoadCase", flags: argparse.Namespace, answer: "CapacityAnswer") -> "list[Trial]":
-    """The trials of the picture: a curve around the answer of a rate search, otherwise the trials of the search."""
-    from harness.capacity import curve
+def _simulation(words: Sequence[str], command: str) -> "RunConfig":
+    """The one configuration of these words, of which nothing is measured; raises UserError."""
+    from harness.config.checks import checked
+    from harness.config.compose import normalise
+    from harness.sweep.plan import one_configuration
 
-    if flags.find == "rate" and answer.value:
-        return list(curve(case, answer.value.mean, flags.seeds))
-    return list(case.made)
+    return checked(normalise(one_configuration(("measure=false", *words), command)))
 
 
 def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
     """The one configured point, as a simulation; raises UserError."""
-    from harness.config.checks import checked
-    from harness.config.compose import normalise
     from harness.config.schema import Place
     from harness.point.cost import check_cost
-    from harness.sweep.plan import one_configuration
     from harness.workload.deployment import deployment_of
 
-    config = checked(normalise(one_configuration(("measure=false", *overrides), "capacity takes")))
+    config = _simulation(overrides, "capacity takes")
     if config.execute.place is not Place.local:
         reason = "capacity searches on this machine alone, in processes of its own (workers=N)"
         raise ConfigError("execute", reason)
-    deployment = deployment_of(config)
-    check_cost(deployment)
+    check_cost(deployment_of(config))
     return config
 
 
@@ -246,8 +244,7 @@ def _measure(flags: argparse.Namespace, words: list[str], slo: "Slo") -> int:
         raise UserError(
             "--measure N: at least 1 cell, of a SOURCE that is a trace file; workload.num_requests takes fewer requests"
         )
-    overrides = _whole(["trace=file", f"trace.path={source}", *words])
-    for line in tune_grid(overrides, slo, flags.measure, remark):
+    for line in tune_grid(_whole(["trace=file", f"trace.path={source}", *words]), slo, flags.measure, remark):
         say(line)
     return 0
 
@@ -334,12 +331,7 @@ def _source(source: Path, words: list[str]) -> _Source:
 
 
 def _of_trace(words: list[str]) -> _Source:
-    from harness.config.checks import checked
-    from harness.config.compose import normalise
-    from harness.sweep.plan import one_configuration
-
-    found = one_configuration(("measure=false", *_whole(words)), "advice is for")
-    return _Source(checked(normalise(found)))
+    return _Source(_simulation(_whole(words), "advice is for"))
 
 
 def _whole(words: Sequence[str]) -> list[str]:
@@ -392,7 +384,7 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
             "first tokens come up to a step later (scheduler.async_scheduling=true)"
         )
     say(
-        f"note: {advice.simulations} simulations on {config.device.name} with {config.model.name}, pool "
+        f"note: {len(case.made)} simulations on {config.device.name} with {config.model.name}, pool "
         f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
     )
     if advice.config is None:

@@ -23,7 +23,6 @@ from harness.twin.log import FloatArray
 from harness.twin.prediction import PredictedRun
 from harness.twin.scrape import KV, RUNNING, WAITING, Samples, fetched, parse, pool_of, values
 
-TOLERANCE = 0.1  # of the larger of both figures
 _SAMPLES, _EVERY_S = 5, 1.0  # of a live server's gauges
 _RANGE = (5, 95)  # percentiles of the predicted time
 _LEAST_SHARE, _LEAST_COUNT = 0.02, 1.0  # differences that are none
@@ -43,8 +42,8 @@ class Compared:
     name: str
     predicted: Range
     real: float | None
-    least: float
     why: str = ""  # it is not compared
+    least: float = _LEAST_SHARE
 
     def agrees(self, tolerance: float) -> bool:
         """Whether it lies in the range, or outside by at most the tolerance. True where it is not compared."""
@@ -75,11 +74,6 @@ class Pages:
         """What a counter has counted, over all engines; None where the page has none of these names."""
         found = values(self.samples[-1], names)
         return sum(found) - sum(values(self.base, names)) if found else None
-
-    @property
-    def engines(self) -> int:
-        """Engines of the server."""
-        return len(_labelled(self.samples[-1:], "engine"))
 
     def said(self, log_requests: int) -> str:
         """What the counters count, in a sentence."""
@@ -141,14 +135,14 @@ def _counters(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     real, why = _share(real_hits, queries, "no prompt was looked up in the prefix cache")
     if real is not None and real > 1:
         real, why = None, "the page has more hits than were asked for"
-    yield _row("hit ratio of prompt tokens", (ratio, ratio), real, why)
+    yield Compared("hit ratio of prompt tokens", (ratio, ratio), real, why)
     real, why = _share(real_preempted, finished, "no request has finished")
     real = None if real is None else 100 * real
-    yield _row("preemptions of 100 requests", (each, each), real, why, _LEAST_COUNT)
+    yield Compared("preemptions of 100 requests", (each, each), real, why, _LEAST_COUNT)
     for labels, _ in found.samples[-1].get("vllm:cache_config_info", ()):
         if pool := pool_of(labels):
             tokens, ours = pool["num_gpu_blocks"] * pool["block_size"], float(run.log.capacity_slots)
-            yield _row(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
+            yield Compared(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
             return
 
 
@@ -164,8 +158,8 @@ def _gauges(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     series = run.series(at_s)
     busy = series.running + series.waiting > 0
     at_work = any(sum(values(page, RUNNING)) + sum(values(page, WAITING)) for page in found.samples)
-    others = found.engines != run.log.replicas
-    refused = f"the page has {found.engines} engines, the prediction {run.log.replicas}" if others else ""
+    engines, replicas = len(_labelled(found.samples[-1:], "engine")), run.log.replicas
+    refused = f"the page has {engines} engines, the prediction {replicas}" if engines != replicas else ""
 
     def gauge(name: str, ours: FloatArray, names: tuple[str, ...], least: float, mean: bool) -> Compared:
         low, high = np.percentile(ours[busy], _RANGE)
@@ -175,19 +169,15 @@ def _gauges(run: PredictedRun, found: Pages) -> Iterator[Compared]:
             real = median(sum(one) / (len(one) if mean else 1) for one in each)
         if mean and max((max(one) for one in each if one), default=0.0) > 1:
             real, why = None, "it is above 1, so it is no share"
-        return _row(name, (float(low), float(high)), real, why, least)
+        return Compared(name, (float(low), float(high)), real, why, least)
 
     yield gauge("running requests", series.running, RUNNING, _LEAST_COUNT, mean=False)
     yield gauge("waiting requests", series.waiting, WAITING, _LEAST_COUNT, mean=False)
     if series.kv_use is None:
-        yield _row(
+        yield Compared(
             "kv_cache_usage_perc", (nan, nan), None, "the use of several replicas' pools is not predicted"
         )
         return
     yield gauge("kv_cache_usage_perc", series.kv_use, KV, _LEAST_SHARE, mean=True)
     tokens = run.token_use(at_s)
     yield gauge("kv_cache_token_usage_perc", tokens, _TOKEN_USE, _LEAST_SHARE, mean=True)
-
-
-def _row(name: str, predicted: Range, real: float | None, why: str, least: float = _LEAST_SHARE) -> Compared:
-    return Compared(name, predicted, real, least, why)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
 from harness.cli.main import main
+from harness.cli.workload import case_of as source_case
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
 from harness.config.values import replaced
@@ -22,7 +24,7 @@ from harness.metrics.record import PointRecord
 from harness.point.cost import cost_model
 from harness.store.commit import StoreContent
 from harness.workload.point import resolve
-from harness.workload.simulate import simulate
+from harness.workload.simulate import predict, simulate
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile
 from traces.formats.pagetwin import write_jsonl
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
@@ -79,6 +81,26 @@ def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int
         assert again.metrics["ttft_p99"] == pytest.approx(one.trial.metrics["ttft_p99"])
         assert again.metrics["tpot_mean"] == pytest.approx(one.trial.metrics["tpot_mean"])
     assert ("cache.block_size" in spared) == (not shared and pool != 2_000)
+
+
+def test_flags_are_tried_on_all_requests_where_the_busiest_ones_alone_do_not_break_the_slo(
+    tmp_path: Path,
+) -> None:
+    """Sent once, 60 requests meet it at a rate that lasts for no more than that; then no flag would seem to help."""
+    draw, file = np.random.default_rng(1), tmp_path / "trace.jsonl"
+    times, outputs = np.cumsum(draw.exponential(0.5, 60)), draw.integers(10, 200, 60)
+    rows = [
+        {"arrival_s": round(at, 6), "prompt_tokens": 400, "output_tokens": output}
+        for at, output in zip(times.tolist(), outputs.tolist(), strict=True)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    case = replace(case_of(file, "scheduler.max_running=4", slo="ttft_p99<2"), requests=240, made=[])
+    answer = highest_rate(case, 1, 0.05, lambda _: None)
+    assert answer.bad is not None
+    assert case.run(rate=answer.bad.rate, busiest=True).met
+    first = effects(case, answer.bad.rate)[0]
+    assert (first.key, first.trial.busiest) == ("scheduler.max_running", False)
+    assert first.worse < 0.1
 
 
 def test_no_model_is_named_that_takes_none_of_what_is_left_out(tmp_path: Path, capsys) -> None:
@@ -166,6 +188,14 @@ def test_a_client_that_holds_requests_back_is_told_whether_its_load_meets_the_sl
     advice = advice_of(write(tmp_path, 0, 200, 20, 40, 1.0), "replay.mode=closed", "replay.users=4")
     assert advice.answers[0].startswith("The client sets the rate (replay.mode=closed): ")
     assert advice.config is not None
+
+
+def test_a_client_whose_load_meets_the_slo_is_not_told_that_a_flag_makes_it_meet_it(tmp_path: Path) -> None:
+    file = write(tmp_path, 0, 3000, 60, 60, 0.5)
+    advice = advice_of(file, "replay.mode=closed", "replay.users=8")
+    assert "at which the SLO (ttft_p99 ≤ 5 s, tpot_mean ≤ 0.1 s) is met" in advice.answers[0]
+    assert not re.search("with .* it is met", advice.answers[0])
+    assert "where the SLO breaks" not in advice.answers[1]
 
 
 def test_prompts_below_the_match_unit_are_warned_of(tmp_path: Path) -> None:
@@ -330,6 +360,21 @@ def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
     assert shown.startswith("Simulated: all 35 requests")
     assert "As it ran: ttft_p50 0.1 measured, " in shown
     assert "in whole match units of 32 tokens" in shown
+
+
+def test_a_log_is_compared_with_its_own_requests_sent_once(tmp_path: Path) -> None:
+    """A search sends a short log several times, by which queues grow longer than those that were measured."""
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    lines += [f"{index * 0.2},200,100,{index * 0.2 + 0.8},{index * 0.2 + 0.9}" for index in range(40)]
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    (tmp_path / "serve.sh").write_text("vllm serve meta-llama/Llama-3.1-8B --max-num-seqs 2\n")
+    words = ["model=llama31_8b", "device=h100"]
+    found = source_case(tmp_path, words, parse_slo(SLO), 400)
+    answers = advise(found.case, lambda what: None, found.measured).answers
+    point = resolve(found.case.config, found.case.recorded)
+    own = predict(point, cost_model(point.deployment), rows=True).metrics["ttft_p50"]
+    assert f"As it ran: ttft_p50 0.8 measured, {own:.3g} predicted; " in " ".join(answers)
+    assert found.case.run(rate=found.case.rate).metrics["ttft_p50"] > 1.5 * own
 
 
 def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

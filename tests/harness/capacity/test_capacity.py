@@ -21,11 +21,17 @@ from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 @given(st.floats(1e-2, 1e5), st.floats(1e-2, 1e5))
 def test_bisection_brackets_a_known_edge_from_any_start(edge: float, start: float) -> None:
-    found = highest(lambda value: value <= edge, start, precision=0.01, low=1e-3, high=1e6)
+    tried: list[float] = []
+
+    def meets(value: float) -> bool:
+        tried.append(value)
+        return value <= edge
+
+    found = highest(meets, start, precision=0.01, low=1e-3, high=1e6)
     assert found.good is not None
     assert found.bad is not None
     assert found.good <= edge < found.bad <= found.good * 1.01
-    assert found.tried < 50
+    assert len(tried) < 50
 
 
 def test_a_search_that_never_fails_or_never_meets_says_so() -> None:
@@ -139,6 +145,23 @@ def test_a_number_in_the_server_that_grows_with_time_is_growth() -> None:
     assert case.run(rate=1.2 / service).growth == pytest.approx(1 / 6, abs=0.08)
 
 
+@pytest.mark.parametrize(("slo", "saved"), [("queue_mean<0.2", 1), ("ttft_p99<8", 0), ("e2e_p90<1.5", 1)])
+def test_a_search_by_guesses_ends_where_one_over_every_step_does(slo: str, saved: int) -> None:
+    config = single_server()
+    case = LoadCase(config, parse_slo(slo))
+    answer = highest_rate(case, 1, 0.02, lambda _: None)
+    steps = LoadCase(config, parse_slo(slo))
+    tried = [one for one in case.made if not one.end]
+    start = tried[0].rate or 0.0
+    first = steps.run(rate=start)
+    if not first.met:
+        start = max(0.01, min(start, 0.9 * first.metrics["request_throughput"]))
+    edge = highest(lambda rate: steps.run(rate=rate).met, start, precision=0.02, low=0.01, high=1e6)
+    assert answer.value is not None
+    assert (answer.value.mean, answer.bad.rate) == pytest.approx((edge.good, edge.bad))
+    assert len(tried) + saved <= len(steps.made)
+
+
 def test_drawn_requests_differ_by_seed() -> None:
     case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     assert case.draws
@@ -248,7 +271,7 @@ def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> 
     case = LoadCase(config, parse_slo("queue_mean<1"))
     answer = highest_rate(case, 1, 0.1, lambda _: None)
     assert answer.reason == "20 requests are too few to answer from; give 30 or more"
-    page = write_study(CapacityStudy("q", [("model", "m")], case, "rate", answer, []), tmp_path).read_text()
+    page = write_study(CapacityStudy([("model", "m")], case, "rate", answer, []), tmp_path).read_text()
     assert "No answer: see the reason below." in page
     assert "Simulated: all 20 requests" in page
     assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(case.made)
@@ -258,7 +281,7 @@ def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> 
 def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
     case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = highest_rate(case, 1, 0.3, lambda _: None)
-    said = notes(CapacityStudy("q", [], case, "rate", answer, []))
+    said = notes(CapacityStudy([], case, "rate", answer, []))
     assert any(note.startswith("It lasts: ") for note in said)
 
 
@@ -327,7 +350,7 @@ def test_a_choice_of_blocks_that_the_cost_model_does_not_price_is_noted() -> Non
     case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     answer = best_block_size(case, [16, 32], 1, 0.3, lambda _: None)
     said = [("not priced", "block size: attention takes as long at any block size")]
-    study = CapacityStudy("q", said, case, "block", answer, case.made)
+    study = CapacityStudy(said, case, "block", answer, case.made)
     assert any("does not price block size" in note for note in notes(study))
 
 
