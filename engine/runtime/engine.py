@@ -36,7 +36,7 @@ from engine.runtime.errors import AuditError, ModelError, ParamsError, RequestEr
 from engine.runtime.graphs import GraphOptions
 from engine.runtime.group_pool import state_bytes
 from engine.runtime.kv_pool import kv_dtype_of
-from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
+from engine.runtime.models.cpu_layers import packs_unasked, replace_layers
 from engine.runtime.models.load import LoadedModel, demands_of
 from engine.runtime.options import EngineOptions, build_manager
 from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
@@ -317,7 +317,7 @@ class Engine:
     ) -> None:
         self.loaded, self.options, self.tokenizer = loaded, options or EngineOptions(), tokenizer
         options, pack = self.options, self.options.pack_weights
-        if pack or (pack is None and can_pack(loaded.model) and is_small(loaded.model)):
+        if packs_unasked(loaded.model) if pack is None else pack:
             replace_layers(loaded.model)
         self.limits, self.capacity = pool_size(loaded, options, draft)
         make_scheduler = options.scheduler or partial(_default_scheduler, loaded, options)

@@ -13,7 +13,7 @@ from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.runtime.errors import ModelError
 from engine.runtime.graphs import GraphOptions
-from engine.runtime.models.cpu_layers import can_pack, is_small, replace_layers
+from engine.runtime.models.cpu_layers import packs_unasked, replace_layers
 from engine.runtime.models.load import LoadedModel, load_model
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.runner import Runner
@@ -49,7 +49,7 @@ def loaded_models(deployment: Deployment, *, drafts: bool) -> tuple[LoadedModel,
 @lru_cache(maxsize=2)  # once per process
 def _loaded(spec: ModelSpec, device: str) -> LoadedModel:
     loaded = load_model(spec, device=device)
-    if can_pack(loaded.model) and is_small(loaded.model):
+    if packs_unasked(loaded.model):
         replace_layers(loaded.model)
     gc.collect()
     gc.freeze()  # modules and weights stay in memory: later collections skip them

@@ -16,6 +16,7 @@ gets its own `forward` with another function in that place, in one pass of C. Ev
 function. The function is replaced only if both give the same numbers for random input.
 """
 
+import logging
 import math
 import threading
 import time
@@ -33,6 +34,7 @@ from paged_kernels.native import c_function, why_unavailable
 from paged_kernels.native.attention import in_threads
 from paged_kernels.private import has_packed_products, packed_product
 
+log = logging.getLogger(__name__)
 _linear = torch.nn.functional.linear
 Forward = Callable[[torch.Tensor], torch.Tensor]
 
@@ -65,11 +67,6 @@ _CHECK_MEANS = torch.tensor([0.0, 0.0, 0.0, 3.0, -3.0, 0.0, 0.0])[:, None]
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}  # of the largest number: allows other rounding only
 
 
-def can_pack(model: Any) -> bool:
-    """Whether the weights are on a CPU with oneDNN, in a data type that it packs."""
-    return next(model.parameters()).device.type == "cpu" and packs(model.dtype)
-
-
 def packs(dtype: torch.dtype) -> bool:
     """Whether weights of this data type are packed on this CPU: by oneDNN, or for our own product in bfloat16."""
     return _onednn_packs(dtype) or (dtype is torch.bfloat16 and not why_unavailable())
@@ -81,10 +78,19 @@ def _onednn_packs(dtype: torch.dtype) -> bool:
     return has_onednn and has_packed_products(dtype)
 
 
-def is_small(model: Any) -> bool:
-    """Whether a second copy of the linear weights takes less than a quarter of the free memory."""
+def packs_unasked(model: Any) -> bool:
+    """Whether a model's weights are packed where no option says it. A CPU model whose weights are not is told why."""
+    if next(model.parameters()).device.type != "cpu":
+        return False
     weights = sum(module.weight.nbytes for module in model.modules() if type(module) is torch.nn.Linear)
-    return weights < _SMALL_SHARE * _free_bytes()
+    if not packs(model.dtype):
+        reason = f"nothing here packs {str(model.dtype).removeprefix('torch.')}"
+    elif weights >= _SMALL_SHARE * _free_bytes():
+        reason = f"a copy of {weights / 1e9:.1f} GB is no small part of the free memory; pack_weights=True makes it"
+    else:
+        return True
+    log.warning("products may be several times slower than packed weights make them: %s", reason)
+    return False
 
 
 def pack_linears(model: Any) -> int:

@@ -93,13 +93,24 @@ def test_tokens_are_the_same_with_and_without(model_of, prompts):
     assert said[0] == said[1]
 
 
-def test_packing_is_for_models_that_leave_memory_free(model_of, monkeypatch):
+def test_packing_is_for_models_that_leave_memory_free_and_others_are_told(model_of, monkeypatch, caplog):
     from engine.runtime.models import cpu_layers as packing
 
-    assert packing.can_pack(model_of().model)
-    assert packing.is_small(model_of().model)
+    assert packing.packs_unasked(model_of().model)
+    assert not caplog.messages
     monkeypatch.setattr(packing, "_free_bytes", lambda: 1000)
-    assert not packing.is_small(model_of().model)
+    assert not packing.packs_unasked(model_of().model)
+    (said,) = caplog.messages
+    assert "pack_weights=True" in said
+
+
+def test_a_type_that_nothing_packs_is_told(model_of, monkeypatch, caplog):
+    from engine.runtime.models import cpu_layers as packing
+
+    monkeypatch.setattr(packing, "packs", lambda dtype: False)
+    assert not packing.packs_unasked(model_of().model)
+    (said,) = caplog.messages
+    assert said.endswith("nothing here packs float32")
 
 
 class GatedNorm(torch.nn.Module):
