@@ -63,7 +63,7 @@ class Eviction(StrEnum):
     """Which cached block is evicted first (`engine.core.memory.eviction`)."""
 
     lru = "lru"  # of the table that was released first, from its end; so leaves of the prefix tree before the rest
-    fifo = "fifo"  # what was cached first
+    fifo = "fifo"  # what was released to the cache first; neither a hit nor a later release moves it
     lfu = "lfu"  # what was used least often, leaves of the prefix tree before the rest
     sieve = "sieve"  # what was cached first, but what was used is spared once
     s3fifo = "s3fifo"  # what is not used again soon after it was cached, then as fifo with a second chance

@@ -60,6 +60,16 @@ class Observer:
         """A request ends."""
 
 
+class ReplayClock(simpy.Environment):  # type: ignore[misc]  # it has no types
+    """The clock of a replay, in ns. While a fast-forward is committed, it gives the time of its last step."""
+
+    ahead_ns = 0
+
+    def __call__(self) -> int:
+        """The time at which the step began."""
+        return int(self.now) + self.ahead_ns
+
+
 def _listeners(observers: Sequence[Observer], event: str) -> list[Callable[..., None]]:
     """The methods of those that override `event`: who does not want it costs nothing."""
     unheard = getattr(Observer, event)
@@ -76,7 +86,8 @@ class Replay:
 
     With `asynchronous`, a step is scheduled while the step before it runs, as vLLM's async scheduling does: the
     scheduler (`SchedulerLimits.ahead`) sees a request one step later, unless no step is running. Replays that share
-    `env` run on one clock (`start`, `close`).
+    `env` run on one clock (`start`, `close`). No fast-forward goes beyond the time that `changes_ns` gives: there the
+    memory changes by itself.
     """
 
     def __init__(
@@ -89,7 +100,8 @@ class Replay:
         live: dict[int, Request] | None = None,
         until_ns: int | None = None,
         asynchronous: bool = False,
-        env: simpy.Environment | None = None,
+        env: ReplayClock | None = None,
+        changes_ns: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._arrivals = OpenLoop(arrivals, len(arrivals)) if isinstance(arrivals, Sequence) else arrivals
         self._scheduler = scheduler
@@ -106,7 +118,7 @@ class Replay:
             None  # when the last step began; None if none has since the engine was idle
         )
         self._ended = 0
-        self._env = env or simpy.Environment(initial_time=0)
+        self._env, self._changes_ns = env or ReplayClock(), changes_ns
 
     def run(self) -> None:
         """Replay the whole trace; returns when every request has ended, or at `until_ns`."""
@@ -147,11 +159,8 @@ class Replay:
 
     def has_work(self) -> bool:
         """Submit what has arrived; whether there is something to schedule now."""
-        due, seen = self._arrivals.next_ns(), int(self._env.now)
-        if self._asynchronous and self._began_ns is not None:
-            seen = self._began_ns
-        if due is not None and due <= seen:
-            self._submit(self._arrivals.take(seen))
+        began = self._began_ns if self._asynchronous else None
+        self._submit(int(self._env.now) if began is None else began)
         if not self._scheduler.has_work:
             self._scheduler.rest()
             self._began_ns = None
@@ -163,13 +172,11 @@ class Replay:
 
     def _waited(self) -> None:
         """The step under way has ended before another one could be scheduled: that one knows of all that came."""
-        now = int(self._env.now)
-        due = self._arrivals.next_ns()
-        if due is not None and due <= now:
-            self._submit(self._arrivals.take(now))
+        self._submit(int(self._env.now))
 
-    def _submit(self, arrived: Sequence[TimedRequest]) -> None:
-        for timed in arrived:
+    def _submit(self, seen_ns: int) -> None:
+        due = self._arrivals.next_ns()
+        for timed in self._arrivals.take(seen_ns) if due is not None and due <= seen_ns else ():
             request, arrival_ns = timed.request, timed.arrival_ns
             for tell in self._arrived:
                 tell(request, arrival_ns)
@@ -190,7 +197,10 @@ class Replay:
         """Run one plan and return its duration in ns."""
         plan = self.plan()
         result = self.execute(plan)
+        if result.num_steps > 1:
+            self._env.ahead_ns = sum(self.priced().ns[:-1])
         report = self._scheduler.commit(plan, result)
+        self._env.ahead_ns = 0
         return self._record(now, plan, result, report, self._executor.end())
 
     def plan(self) -> StepPlan:
@@ -203,7 +213,7 @@ class Replay:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run or price the plan that was scheduled."""
-        return self._executor.execute(plan, self._horizon(self._env.now))
+        return self._executor.execute(plan, self._horizon(self._env.now) if plan.num_steps > 1 else None)
 
     def priced(self) -> StepTiming:
         """What the executor says of the plan that it has executed, before its commit: of a prediction alone."""
@@ -232,8 +242,8 @@ class Replay:
         return took
 
     def _horizon(self, now: int) -> int | None:
-        """Nanoseconds from now to the next arrival or to the end of the replay; None where neither is known."""
-        due, until = self._arrivals.next_ns(), self._until_ns
-        if due is None:
-            return None if until is None else until - now
-        return (due if until is None else min(due, until)) - now
+        """Nanoseconds from now to the next arrival, change of the memory, or end of the replay; None where none is
+        known.
+        """
+        times = (self._arrivals.next_ns(), self._until_ns, self._changes_ns())
+        return min((each - now for each in times if each is not None), default=None)

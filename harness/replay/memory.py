@@ -143,18 +143,11 @@ class TierUse(MemoryObserver):
     def value(self) -> dict[str, float]:
         """The metrics."""
         counts, unit = self.tiers.counts, self.tiers.chunk * self._bytes
-        found: dict[str, float] = {
-            "tier_load_s": counts.load_s,
-            "tier_saved_s": counts.saved_s,
-            "tier_write_s": counts.write_s,
-        }
+        found = {f"tier_{name}": getattr(counts, name) for name in ("load_s", "saved_s", "write_s")}
         for tier, hits in zip(self.tiers.tiers, counts.hit_blocks, strict=True):
-            name = tier.spec.name
-            found[f"{name}_hit_tokens"] = hits * self._size
-            found[f"{name}_read_bytes"], found[f"{name}_written_bytes"] = (
-                tier.read * unit,
-                tier.written * unit,
-            )
+            amounts = {"hit_tokens": hits * self._size, "read_bytes": tier.read * unit}
+            amounts["written_bytes"] = tier.written * unit
+            found |= {f"{tier.spec.name}_{what}": amount for what, amount in amounts.items()}
         return found
 
     def summed(self) -> "TierUse":

@@ -14,7 +14,7 @@ from typing import Any
 from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionPolicy
-from engine.core.memory.eviction_rules import RULES, new_policy
+from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
@@ -112,7 +112,7 @@ def eviction_policy(deployment: Deployment, clock: Callable[[], int] = lambda: 0
     else:
         policy = _user_policy("cache.eviction", cache.eviction)
     flops = device.flops * device.parallel
-    policy.facts.clock = clock
+    policy.facts.clock, policy.facts.block_size = clock, deployment.pool.block_size
     policy.facts.token_s = 2 * model.token_weights / (flops * device.compute_efficiency)
     pairs = model.prompt_pair_flops * model.attention_layers
     policy.facts.pair_s = pairs / (flops * device.attention_efficiency)
@@ -123,7 +123,7 @@ def goes_singly(deployment: Deployment) -> bool:
     """Whether each step must be replayed as one: a rule of eviction depends on the time, or what tiers copy is a part
     of one step, and not of all that a fast-forward takes together.
     """
-    below = deployment.copies_tiers or RULES[deployment.cache.tier_eviction].reads_clock
+    below = deployment.copies_tiers or deployment.cache.tier_eviction is Eviction.ttl
     return (deployment.cache.tier_tokens > 0 and below) or eviction_policy(deployment).reads_clock
 
 
@@ -148,7 +148,6 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     cache, size = deployment.cache, deployment.pool.block_size
     if not cache.tier_tokens:
         return None
-    policy.facts.block_size = size
     device, host = deployment.device, host_tier(deployment, cache.tier_tokens)
     specs, chunk = [host], (cache.tier_chunk or size) // size
     if cache.disk_tokens:

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import simpy
 
 from engine.core.memory.eviction import EvictionPolicy
 from engine.core.options import Decoding, Eviction, Retention, Scheduling
@@ -40,7 +39,7 @@ from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
 from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
-from harness.replay.loop import Observer, Progress, Replay
+from harness.replay.loop import Observer, Progress, Replay, ReplayClock
 from harness.replay.memory import TierUse
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
@@ -294,9 +293,10 @@ def replay_point(
     `observers`, and what `observe` makes, look at the replay. `eviction` replaces the eviction order. With `client`
     the engine gets what it sends for `requests`. `live` holds the requests under way; the executor was made with it.
     """
-    recorder, env = Recorder(fold), simpy.Environment(initial_time=0)
+    recorder, env = Recorder(fold), ReplayClock()
     arrivals = point.arrivals(requests, client)
-    scheduler, memory = point.observed_scheduler(lambda: int(env.now), eviction)
+    eviction = eviction_policy(point.deployment, env) if eviction is None else eviction
+    scheduler, memory = point.observed_scheduler(env, eviction)
     kept = memory if fold.keeps_rows else [total for each in memory if (total := each.summed())]
     made = [observe(scheduler)] if observe else []
     watching: list[Observer] = [recorder, *kept, *observers, *made]
@@ -310,6 +310,7 @@ def replay_point(
         until_ns=point.workload.traffic.until_ns,
         asynchronous=point.deployment.scheduler.async_scheduling,
         env=env,
+        changes_ns=eviction.changes_ns,
     ).run()
     recorder.close()
     return {each.field: each.value() for each in kept}
@@ -395,8 +396,9 @@ def optimal_hit_tokens(point: Point, log: RunLog) -> int:
 
 def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> RunLog:
     """The same for data-parallel replicas on one clock."""
-    env = simpy.Environment(initial_time=0)
-    made = [point.observed_scheduler(lambda: int(env.now)) for _ in range(point.replicas)]
+    env = ReplayClock()
+    rules = [eviction_policy(point.deployment, env) for _ in range(point.replicas)]
+    made = [point.observed_scheduler(env, rule) for rule in rules]
     lockstep = point.deployment.shape.experts is not None
     fast_forward = fast_forward and not lockstep and not goes_singly(point.deployment)
     arrivals, lives = point.arrivals(point.requests()), [dict[int, Request]() for _ in made]
@@ -411,9 +413,10 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
             until_ns=point.workload.traffic.until_ns,
             asynchronous=point.deployment.scheduler.async_scheduling,
             env=env,
+            changes_ns=rule.changes_ns,
         )
-        for lane, scheduler, executor, recorder, live in zip(
-            lanes, schedulers, executors, recorders, lives, strict=True
+        for lane, scheduler, executor, recorder, live, rule in zip(
+            lanes, schedulers, executors, recorders, lives, rules, strict=True
         )
     ]
     if lockstep:

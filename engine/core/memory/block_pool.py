@@ -196,8 +196,9 @@ class BlockPool:
         self._refs = [0] * (offset + 1)  # by block, as far as blocks entered the stack
         self._uncached: list[int] = []
         self._evictable = LruQueue() if eviction is None else eviction
-        self._evictable.facts.num_blocks, self._evictable.facts.hash_of = num_blocks, self.hash_of
         self._hash_of: list[BlockHash | None] = [None] * (offset + 1)
+        facts = self._evictable.facts
+        facts.num_blocks, facts.hash_of = num_blocks, self._hash_of.__getitem__
         self._extend(0)
         self._index = HashIndex()
         self._voided: list[int] = []

@@ -59,7 +59,8 @@ class EvictionPolicy:
 
     A user's own (`cache.eviction=module:Class`) derives from it, or from a built-in one. A policy overrides `push`,
     `reuse`, `pop`, `blocks` and `__len__`, and `forget` where it remembers blocks that are in use. `facts` is set
-    before the first call. With `reads_clock` each step is replayed as one, so that the clock is that of the step.
+    before the first call. With `reads_clock` each step is replayed as one, so that the clock is that of the step; a
+    policy that knows `changes_ns` needs that not.
     """
 
     reads_clock = False
@@ -92,6 +93,10 @@ class EvictionPolicy:
     def blocks(self) -> list[int]:
         """All blocks in order of eviction, as if no time passed."""
         raise NotImplementedError
+
+    def changes_ns(self) -> int | None:
+        """The next time, by the clock, at which the order changes by itself; None: at none that is known."""
+        return None
 
     def check_count(self, count: int) -> None:
         """Raise OutOfBlocksError where fewer than `count` blocks can be evicted."""

@@ -8,17 +8,18 @@ Sources: SIEVE: Zhang et al., NSDI 2024. S3-FIFO: Yang et al., SOSP 2023. GDSF: 
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
-from heapq import heappop, heappush
-from itertools import repeat
-from math import inf
-from operator import itemgetter
+from heapq import heappop, heappush, heapreplace
+from itertools import chain, count, repeat
+from typing import Any
 
 from engine.core.identity import BlockHash
 from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Eviction
 
 _Key = float | int
-_KEY, _BLOCK = itemgetter(0), itemgetter(1)
+_Entry = tuple[
+    _Key, int, int, int, list[Any]
+]  # key, number of its run, place from the end, block, what follows it
 
 
 class RankedQueue(EvictionPolicy):
@@ -97,12 +98,11 @@ class TtlQueue(RankedQueue):
     A time to live that is alike for all changes nothing: what was released first is over first.
     """
 
-    reads_clock = True
-
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._ttl_ns = round(seconds * 1e9)
         self._due: deque[tuple[int, list[int]]] = deque()
+        self._over: list[list[int]] = []  # their time is over
         self._run_of: dict[int, list[int]] = {}  # by block, with which others it was released last
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
@@ -111,19 +111,26 @@ class TtlQueue(RankedQueue):
         self._add(blocks, int(kept))
         if kept and blocks:
             run = list(blocks)
-            self._due.append((self.facts.clock(), run))
+            self._due.append((self.facts.clock() + self._ttl_ns, run))
             self._run_of.update(zip(run, repeat(run)))
 
     def pop(self, count: int) -> list[int]:
         """Let blocks whose time is over fall first."""
         self.check_count(count)
-        now = self.facts.clock()
-        while self._due and now - self._due[0][0] >= self._ttl_ns:
-            _, run = self._due.popleft()
+        self.changes_ns()
+        for run in self._over:
             over = [block for block in run if self._rank_of.get(block) and self._run_of[block] is run]
             self.reuse(over, over)
             self._add(over, 0)
+        self._over.clear()
         return super().pop(count)
+
+    def changes_ns(self) -> int | None:
+        """When the next time is over."""
+        now = self.facts.clock()
+        while self._due and self._due[0][0] <= now:
+            self._over.append(self._due.popleft()[1])
+        return self._due[0][0] if self._due else None
 
 
 class SupersededQueue(RankedQueue):
@@ -166,194 +173,191 @@ class SupersededQueue(RankedQueue):
         return victims
 
 
-class KeyHeap:
-    """Blocks by key, the lowest first; of equal keys those added first, and of one call the last block.
-
-    Blocks that are added at once are a run, sorted once, and the heap has an entry for each run. A block that is
-    discarded stays in its run as a stale entry, which is skipped.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[_Key, int, list[tuple[_Key, int]]]] = []
-        self._run_of: dict[int, int] = {}
-        self._runs = self._entries = 0
-
-    def __len__(self) -> int:
-        return len(self._run_of)
-
-    def add(self, blocks: Sequence[int], keys: Sequence[_Key]) -> None:
-        """Add `blocks`, in table order, under `keys`."""
-        if not blocks:
-            return
-        # stable: of equal keys the last block ends the run, and leaves it first
-        run = sorted(zip(keys, blocks, strict=True), key=_KEY, reverse=True)
-        self._push(run)
-        if self._entries > 64 + 3 * len(self._run_of):
-            self._rewrite()
-
-    def _push(self, run: list[tuple[_Key, int]]) -> None:
-        self._runs += 1
-        self._run_of.update(zip(map(_BLOCK, run), repeat(self._runs)))
-        self._entries += len(run)
-        heappush(self._heap, (run[-1][0], self._runs, run))
-
-    def _rewrite(self) -> None:
-        """Drop the stale entries."""
-        runs, self._heap, self._entries = sorted(self._heap, key=itemgetter(1)), [], 0
-        for _, number, run in runs:
-            if left := [entry for entry in run if self._run_of.get(entry[1]) == number]:
-                self._push(left)
-
-    def discard(self, blocks: Sequence[int]) -> None:
-        """Remove those of `blocks` that are here."""
-        for block in self._run_of.keys() & blocks:
-            del self._run_of[block]
-
-    def pop(self, count: int) -> tuple[list[int], _Key]:
-        """Remove and return the first `count` blocks, and the key of the last one. There must be as many."""
-        heap, run_of = self._heap, self._run_of
-        victims, last = list[int](), 0.0
-        while len(victims) < count:
-            _, number, run = heappop(heap)
-            next_key, next_number = heap[0][:2] if heap else (inf, 0)
-            while run and len(victims) < count:
-                key, block = run[-1]
-                if key > next_key or (key == next_key and number > next_number):
-                    break
-                del run[-1]
-                self._entries -= 1
-                if run_of.get(block) == number:
-                    del run_of[block]
-                    victims.append(block)
-                    last = key
-            if run:
-                heappush(heap, (run[-1][0], number, run))
-        return victims, last
-
-    def ordered(self) -> list[int]:
-        """All blocks in order."""
-        live = [
-            (key, number, -place, block)
-            for _, number, run in self._heap
-            for place, (key, block) in enumerate(run)
-            if self._run_of.get(block) == number
-        ]
-        return [entry[-1] for entry in sorted(live)]
-
-
 class KeyedQueue(EvictionPolicy):
     """Blocks by a key, the lowest first; of equal keys those released first, and of one table the last.
 
     A subclass says the keys of a table's blocks when they are released. `last_key` is that of the last one evicted.
+
+    Blocks that are released at once are a run, sorted once, and the heap has the first entry of each run. A block that
+    is used again leaves a stale entry, which is skipped.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._queue = KeyHeap()
+        self._heap: list[_Entry] = []
+        self._run_of: dict[int, int] = {}
+        self._runs = self._stale = 0
         self.last_key: _Key = 0.0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self._run_of)
 
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
-        """The key of each of `blocks`."""
+        """The key of each of `blocks`, which are some."""
         raise NotImplementedError
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Add the blocks by their keys."""
-        self._queue.add(blocks, self.keys(blocks, table))
+        if blocks:
+            self._runs += 1
+            self._run_of.update(zip(blocks, repeat(self._runs)))
+            run, keys = list[_Entry](), self.keys(blocks, table)
+            run += zip(reversed(keys), repeat(self._runs), count(), reversed(blocks), repeat(run))
+            run.sort(reverse=True)
+            heappush(self._heap, run.pop())
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""
-        self._queue.discard(queued)
+        for block in queued:
+            del self._run_of[block]
+        self._stale += len(queued)
+        if self._stale > 64 + 2 * len(self._run_of):
+            self._heap, self._stale = self._entries(), 0
+            for *_, run in self._heap:
+                run.clear()
+
+    def _entries(self) -> list[_Entry]:
+        """Those that are not stale, in order."""
+        every = chain(self._heap, *(run for *_, run in self._heap))
+        return sorted(entry for entry in every if self._run_of.get(entry[3]) == entry[1])
 
     def pop(self, count: int) -> list[int]:
         """Remove the blocks with the lowest keys."""
         self.check_count(count)
-        victims, self.last_key = self._queue.pop(count)
+        heap, run_of, victims, key = self._heap, self._run_of, list[int](), self.last_key
+        while len(victims) < count:
+            key, number, _, block, run = heap[0]
+            if not run:
+                heappop(heap)
+            elif run[-1][0] == key:  # no other can be before it
+                heap[0] = run.pop()
+            else:
+                heapreplace(heap, run.pop())
+            if run_of.get(block) == number:
+                del run_of[block]
+                victims.append(block)
+            else:
+                self._stale -= 1
+        self.last_key = key
         self.forget(victims)
         return victims
 
     def blocks(self) -> list[int]:
         """By key."""
-        return self._queue.ordered()
+        return [entry[3] for entry in self._entries()]
 
 
 class Line:
-    """Blocks in the order in which they entered. One in use keeps its place, and `pop` passes over it."""
+    """Blocks in the order in which they entered, each with a place. Who goes along passes over one in use.
+
+    Blocks that enter at once are a run, the last one first. A block that was passed over is put back when it is idle
+    again, so it costs nothing meanwhile. Blocks before `hand` wait until somebody begins with the first one again.
+    """
 
     def __init__(self) -> None:
         self.idle = set[int]()  # those that can be evicted
-        self.number = dict[int, int]()  # the places of all, those in use included
-        self._entered = 0
-        self._order = OrderedDict[int, None]()  # those not passed over; a dict finds its first key slowly
+        self.place = dict[int, int]()  # of all, those in use included, in this order
+        self.hand = self._entered = 0
+        self._runs = deque[list[int]]()  # of those that are ahead
         self._passed = set[int]()
-        self._back: list[tuple[int, int]] = []  # a heap of those passed over that are idle again
+        self._back: list[tuple[int, int]] = []  # a heap, by place: those put back that are ahead
+        self._behind: list[int] = []
 
-    def enter(self, block: int) -> None:
-        """Add a new block at the end."""
-        self._entered += 1
-        self.number[block] = self._entered
-        self._order[block] = None
+    def enter(self, blocks: Sequence[int]) -> None:
+        """Add new blocks at the end, in this order."""
+        if blocks:
+            self._runs.append([*reversed(blocks)])
+            self.place.update(zip(blocks, range(self._entered, self._entered + len(blocks)), strict=True))
+            self._entered += len(blocks)
 
     def release(self, blocks: Iterable[int]) -> None:
         """Those of `blocks` that are here can be evicted."""
-        here = self.number.keys() & blocks
+        here = self.place.keys() & blocks
         self.idle |= here
         for block in self._passed & here if self._passed else ():
             self._passed.remove(block)
-            heappush(self._back, (self.number[block], block))
+            if self.place[block] < self.hand:
+                self._behind.append(block)
+            else:
+                heappush(self._back, (self.place[block], block))
+
+    def go(self, most: int) -> list[int]:
+        """Go along to the next blocks that can be evicted, at most `most`; none if there is none ahead."""
+        runs, back, idle = self._runs, self._back, self.idle
+        while runs or back:
+            if back and not (runs and self.place[runs[0][-1]] < back[0][0]):
+                place, block = heappop(back)
+                found = [block] if self.place.get(block) == place else []  # else it was forgotten
+            else:
+                count = 1 if back else most
+                found = runs[0][: -count - 1 : -1]
+                del runs[0][-count:]
+                if not runs[0]:
+                    runs.popleft()
+            if not idle.issuperset(found):
+                self._passed.update(block for block in found if block not in idle)
+                found = [block for block in found if block in idle]
+            if found:
+                return found
+        return []
+
+    def remove(self, blocks: Sequence[int]) -> None:
+        """Blocks that `go` found are evicted, or move elsewhere."""
+        self.idle.difference_update(blocks)
+        for block in blocks:
+            del self.place[block]
+
+    def put_back(self, blocks: Sequence[int]) -> None:
+        """The last ones that `go` found stay where they were."""
+        if blocks:
+            self._runs.appendleft([*reversed(blocks)])
+
+    def spare(self, blocks: Iterable[int], hand: int) -> None:
+        """Those that `go` found before `hand`, and spared, are behind it. It begins anew behind the last of all."""
+        self._behind += blocks
+        self.hand = hand
+        if not self._runs and hand > next(reversed(self.place.values()), 0):
+            self.turn()
+
+    def turn(self) -> None:
+        """Begin with the first block again."""
+        self.hand = 0
+        self.put_back(sorted(self._behind, key=self.place.__getitem__))
+        self._behind = []
 
     def forget(self, blocks: Iterable[int]) -> None:
-        """Remove those of `blocks`, which are in use, that are here."""
-        for block in self.number.keys() & blocks:
-            del self.number[block]
-            self._order.pop(block, None)
-            self._passed.discard(block)
-
-    def pop(self) -> int:
-        """Remove and return the first block that can be evicted. There must be one."""
-        order, back, number = self._order, self._back, self.number
-        while True:
-            if back and (not order or back[0][0] < number[next(iter(order))]):
-                place, block = heappop(back)
-                if number.get(block) != place:  # it was forgotten
-                    continue
-            else:
-                block, _ = order.popitem(last=False)
-            if block in self.idle:
-                self.idle.remove(block)
-                del number[block]
-                return block
-            self._passed.add(block)
+        """Remove those of `blocks`, which are in use, that are here. It is rare, so it may look at all."""
+        if here := self.place.keys() & blocks:
+            for block in here:
+                del self.place[block]
+            self._passed -= here
+            left = ([block for block in run if block in self.place] for run in (*self._runs, self._behind))
+            *runs, self._behind = left
+            self._runs = deque(filter(None, runs))
 
 
 class PlacedQueue(EvictionPolicy):
-    """Blocks in one or more lines. A subclass says which one a new block enters, and which block leaves."""
-
-    _LINES = 1
+    """Blocks in one or more lines. A block that is used again keeps its place. A subclass says which line new blocks
+    enter, and which blocks leave.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = [Line() for _ in range(self._LINES)]
+        self._lines: tuple[Line, ...] = (Line(),)
 
     def __len__(self) -> int:
         return sum(len(line.idle) for line in self._lines)
 
-    def entrance(self, block: int) -> Line:
-        """The line that a new block enters."""
-        return self._lines[0]
-
-    def victim(self) -> int:
-        """Remove and return the next block to evict. There is one."""
-        return self._lines[0].pop()
+    def enter(self, blocks: Sequence[int]) -> None:
+        """New blocks, in order, enter a line."""
+        self._lines[0].enter(blocks)
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """New blocks enter, the last of the table first. Others have their places."""
-        if new := set(blocks).difference(*(line.number for line in self._lines)):
-            for block in reversed(blocks):
-                if block in new:
-                    self.entrance(block).enter(block)
+        new = blocks[::-1]
+        for line in self._lines:
+            new = [block for block in new if block not in line.place]
+        self.enter(new)
         for line in self._lines:
             line.release(blocks)
 
@@ -368,17 +372,60 @@ class PlacedQueue(EvictionPolicy):
             line.forget(blocks)
 
     def pop(self, count: int) -> list[int]:
-        """Remove one after the other."""
+        """Remove the first ones."""
         self.check_count(count)
-        return [self.victim() for _ in range(count)]
+        line, victims = self._lines[0], list[int]()
+        while len(victims) < count:
+            found = line.go(count - len(victims))
+            line.remove(found)
+            victims += found
+        return victims
 
     def blocks(self) -> list[int]:
         """Line by line, as they entered."""
-        return [block for line in self._lines for block in sorted(line.idle, key=line.number.__getitem__)]
+        return [block for line in self._lines for block in sorted(line.idle, key=line.place.__getitem__)]
 
 
 class FifoQueue(PlacedQueue):
-    """What was cached first, whatever was used since; of one table the last block."""
+    """What was released first; of one table the last block. A hit and a later release move nothing."""
+
+
+class SieveQueue(PlacedQueue):
+    """Blocks in the order in which they were cached; a hand goes from the oldest to the newest and round again.
+
+    It evicts the first block that was not used since it passed there last, and spares the others once. Blocks in use
+    keep their place; the hand passes over them. `blocks` are in the order of the line, wherever the hand is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._used = set[int]()
+
+    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
+        """Mark the blocks as used."""
+        super().reuse(blocks, queued)
+        self._used.update(blocks)
+
+    def forget(self, blocks: Sequence[int]) -> None:
+        """What comes under these numbers is new."""
+        super().forget(blocks)
+        self._used.difference_update(blocks)
+
+    def pop(self, count: int) -> list[int]:
+        """Move the hand."""
+        self.check_count(count)
+        line, used, victims = self._lines[0], self._used, list[int]()
+        while len(victims) < count:
+            if found := line.go(count - len(victims)):
+                hand = line.place[found[-1]] + 1
+                gone = found if used.isdisjoint(found) else [block for block in found if block not in used]
+                victims += gone
+                line.remove(gone)
+                line.spare([block for block in found if block in used], hand)
+                used.difference_update(found)
+            else:
+                line.turn()
+        return victims
 
 
 class CountingQueue(EvictionPolicy):
@@ -398,8 +445,8 @@ class CountingQueue(EvictionPolicy):
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
         super().forget(blocks)
-        for block in blocks:
-            self._uses.pop(block, None)
+        for block in self._uses.keys() & blocks:
+            del self._uses[block]
 
 
 class LfuQueue(CountingQueue, KeyedQueue):
@@ -424,82 +471,11 @@ class GdsfQueue(LfuQueue):
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
         """Age at release + (1 + uses) x seconds."""
         places, before = table.places(blocks), self._seconds_before
-        unknown = range(len(before), places[-1] + 2 if blocks else 0)
+        unknown = range(len(before), places[-1] + 2)
         before += [self.facts.seconds(place * self.facts.block_size) for place in unknown]
-        whole, uses, age = before[places[-1] + 1] if blocks else 0.0, self._uses, self.last_key
-        return [
-            age + (1 + uses.get(block, 0)) * (whole - before[place])
-            for block, place in zip(blocks, places, strict=True)
-        ]
-
-
-class SieveQueue(EvictionPolicy):
-    """Blocks in the order in which they were cached; a hand goes from the oldest to the newest and round again.
-
-    It evicts the first block that was not used since it passed there last, and spares the others once. Blocks in use
-    keep their place; the hand passes over them.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._number: dict[int, int] = {}  # block: its place, for all that are cached, in this order
-        self._last = self._hand = 0
-        self._used: set[int] = set()
-        self._ahead, self._behind = KeyHeap(), KeyHeap()  # of the hand
-
-    def __len__(self) -> int:
-        return len(self._ahead) + len(self._behind)
-
-    def push(self, blocks: Sequence[int], table: Released) -> None:
-        """Add new blocks at the newest end, the last of the table as the oldest."""
-        number, hand = self._number, self._hand
-        for block in reversed(blocks):
-            if block not in number:
-                self._last += 1
-                number[block] = self._last
-        for queue, is_ahead in ((self._ahead, True), (self._behind, False)):
-            some = [block for block in blocks if (number[block] >= hand) is is_ahead]
-            queue.add(some, [number[block] for block in some])
-
-    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
-        """Mark the blocks as used."""
-        self._used.update(blocks)
-        self._ahead.discard(queued)
-        self._behind.discard(queued)
-
-    def forget(self, blocks: Sequence[int]) -> None:
-        """What comes under these numbers is new."""
-        for block in blocks:
-            self._number.pop(block, None)
-            self._used.discard(block)
-
-    def pop(self, count: int) -> list[int]:
-        """Move the hand."""
-        self.check_count(count)
-        victims: list[int] = []
-        while len(victims) < count:
-            if not self._ahead:
-                self._wrap()
-            (block,), number = self._ahead.pop(1)
-            self._hand = int(number) + 1
-            if block in self._used:
-                self._used.remove(block)
-                self._behind.add((block,), (number,))
-            else:
-                victims.append(block)
-                del self._number[block]
-            if number >= next(reversed(self._number.values()), 0):  # it was the newest
-                self._wrap()
-        return victims
-
-    def _wrap(self) -> None:
-        """The hand, with nothing ahead, begins with the oldest again."""
-        self._hand = 0
-        self._ahead, self._behind = self._behind, self._ahead
-
-    def blocks(self) -> list[int]:
-        """As the hand would take them if none had been used."""
-        return self._ahead.ordered() + self._behind.ordered()
+        whole, uses, age = before[places[-1] + 1], self._uses, self.last_key
+        lost = [whole - before[place] for place in places]
+        return [age + (1 + uses.get(block, 0)) * each for block, each in zip(blocks, lost, strict=True)]
 
 
 class S3FifoQueue(CountingQueue, PlacedQueue):
@@ -512,48 +488,79 @@ class S3FifoQueue(CountingQueue, PlacedQueue):
     for them. Blocks in use keep their place.
     """
 
-    _LINES, _MOST_USES, _ENOUGH = 2, 3, 2
+    _MOST_USES, _ENOUGH = 3, 2
 
     def __init__(self) -> None:
         super().__init__()
-        self._small, self._main = self._lines
-        self._ghosts: OrderedDict[BlockHash | None, None] = OrderedDict()
+        self._lines = self._small, self._main = Line(), Line()
+        self._ghosts: OrderedDict[BlockHash | None, bool] = OrderedDict()
         self._evicts = False  # whether any block was evicted
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Cut the third queue."""
         super().push(blocks, table)
-        while len(self._ghosts) > self.facts.num_blocks * 9 // 10:
+        for _ in range(len(self._ghosts) - self.facts.num_blocks * 9 // 10):
             self._ghosts.popitem(last=False)
 
-    def entrance(self, block: int) -> Line:
-        """The large queue, if the third one knew the block."""
-        block_hash = self.facts.hash_of(block)
-        if block_hash in self._ghosts:
-            del self._ghosts[block_hash]
-            return self._main
-        full = not self._evicts and len(self._small.number) >= max(1, self.facts.num_blocks // 10)
-        return self._main if full else self._small
+    def enter(self, blocks: Sequence[int]) -> None:
+        """What the third queue knew enters the large one."""
+        hashes, ghosts, main = [*map(self.facts.hash_of, blocks)], self._ghosts, self._main
+        if not ghosts.keys().isdisjoint(hashes):
+            main.enter([block for block, each in zip(blocks, hashes, strict=True) if ghosts.pop(each, False)])
+            blocks = [block for block in blocks if block not in main.place]
+        room = len(blocks) if self._evicts else max(0, self._share() - len(self._small.place))
+        main.enter(blocks[room:])
+        self._small.enter(blocks[:room])
 
-    def victim(self) -> int:
+    def _share(self) -> int:
+        """Of the small queue, in blocks."""
+        return max(1, self.facts.num_blocks // 10)
+
+    def pop(self, count: int) -> list[int]:
         """Of the large queue where it has more than its share, else of the small one; what is used moves on."""
-        self._evicts = True
-        small, main, uses = self._small, self._main, self._uses
-        over = len(main.number) > self.facts.num_blocks - max(1, self.facts.num_blocks // 10)
-        while small.idle and not (over and main.idle):
-            block = small.pop()
-            if uses.pop(block, 0) < self._ENOUGH:
-                block_hash = self.facts.hash_of(block)
-                self._ghosts[block_hash] = None
-                self._ghosts.move_to_end(block_hash)
-                return block
-            main.enter(block)
-            main.idle.add(block)
-        while used := min(self._MOST_USES, uses.pop(block := main.pop(), 0)):
-            uses[block] = used - 1
-            main.enter(block)
-            main.idle.add(block)
-        return block
+        self.check_count(count)
+        self._evicts = self._evicts or count > 0
+        small, main, victims = self._small, self._main, list[int]()
+        while len(victims) < count:
+            before, over = len(victims), len(main.place) - self.facts.num_blocks + self._share()
+            while len(victims) == before and small.idle and not (over > 0 and main.idle):
+                victims += self._of_small(count - before)
+            if len(victims) == before:
+                victims += self._of_main(min(over, count - before) if small.idle else count - before)
+        return victims
+
+    def _of_small(self, most: int) -> list[int]:
+        """Victims of the small queue, at most `most`; none where its first block moves on."""
+        found, uses = self._small.go(most), self._uses
+        end = len(found)
+        if not uses.keys().isdisjoint(found):
+            end = next((place for place, each in enumerate(found) if uses.get(each, 0) >= self._ENOUGH), end)
+            for block in found[: max(1, end)]:
+                uses.pop(block, None)
+        self._small.put_back(found[max(1, end) :])
+        self._small.remove(found[: max(1, end)])
+        if not end:
+            self._move(found[:1])
+        for block_hash in map(self.facts.hash_of, found[:end]):
+            self._ghosts[block_hash] = True
+            self._ghosts.move_to_end(block_hash)
+        return found[:end]
+
+    def _of_main(self, most: int) -> list[int]:
+        """Victims of the large queue, at most `most`; what is used there moves to its end, with one use less."""
+        found, uses = self._main.go(most), self._uses
+        self._main.remove(found)
+        moves = [block for block in found if block in uses]
+        for block in moves:
+            if left := min(self._MOST_USES, uses.pop(block)) - 1:
+                uses[block] = left
+        self._move(moves)
+        return [block for block in found if block not in self._main.place]
+
+    def _move(self, blocks: Sequence[int]) -> None:
+        """To the end of the large queue."""
+        self._main.enter(blocks)
+        self._main.idle.update(blocks)
 
 
 def new_policy(rule: Eviction, *, ttl_s: float = 60.0, pinned: int = 0) -> EvictionPolicy:
@@ -574,6 +581,4 @@ RULES: dict[Eviction, type[EvictionPolicy]] = {
     Eviction.priority: PriorityQueue,
     Eviction.superseded: SupersededQueue,
     Eviction.gdsf: GdsfQueue,
-    Eviction.ttl: TtlQueue,
-    Eviction.pinned: PinnedQueue,
 }

@@ -365,25 +365,17 @@ class Tiers:
 
         `blocks` are those of the pool, for each unit as many as a chunk has.
         """
-        first, size = self.tiers[0], self.chunk
-        fresh = (
-            []
-            if self._copies is None
-            else [(place, unit.key) for place, unit in enumerate(units) if unit.key not in first]
-        )
-        self._store_units(units)
-        for place, key in fresh:
-            if self._copies is not None and key in first:
-                self._copies.save(first.slots[key], blocks[place * size : (place + 1) * size])
-
-    def _store_units(self, units: Sequence[Unit]) -> None:
+        first, size, copies, lost = self.tiers[0], self.chunk, self._copies, units
+        fresh = [] if copies is None else [place for place, unit in enumerate(units) if unit.key not in first]
         for tier in self.tiers:
-            if not units:
-                return
+            if not lost:
+                break
             before = tier.written
-            units = tier.store(units)[::-1]
-            written = tier.written - before
-            self.counts.write_s += written * self.unit_s(tier)[1]
+            lost = tier.store(lost)[::-1]
+            self.counts.write_s += (tier.written - before) * self.unit_s(tier)[1]
+        for place in fresh:
+            if copies is not None and units[place].key in first:
+                copies.save(first.slots[units[place].key], blocks[place * size : (place + 1) * size])
 
     def drain_loads(self) -> Loads:
         """What was read since the last call, for the step that is being planned."""

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import simpy
 from compiled_cases import (
     COSTS,
     DEVICE,
@@ -59,7 +58,7 @@ from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance
 from harness.replay.executors import SimulatedExecutor
 from harness.replay.folds import RunFold
-from harness.replay.loop import Replay
+from harness.replay.loop import Replay, ReplayClock
 from harness.replay.recorder import Recorder
 from harness.replay.replicas import Balancer, run_together
 
@@ -115,20 +114,20 @@ def test_cached_blocks_are_kept_by_the_rules_of_the_core(
     limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)))
     seconds, pinned = data.draw(st.sampled_from([0.0, 0.002, 0.1])), data.draw(st.integers(0, 6))
     requests = replace(shared.named(pool.block_size), priority=priority)
-    ids, env, live = requests.request_id.tolist(), simpy.Environment(initial_time=0), dict[int, Request]()
+    ids, env, live = requests.request_id.tolist(), ReplayClock(), dict[int, Request]()
     queue = new_policy(rule, ttl_s=seconds, pinned=pinned)
-    queue.facts.clock = lambda: int(env.now)
+    queue.facts.clock = env
     sessions = {request_id: "s" for request_id, level in zip(ids, priority, strict=True) if level > 1}
     rank = np.unique(-priority, return_inverse=True)[1] if rule is Eviction.priority else priority > 1
     keeping = Keeping(rule, rank.astype(np.int64), seconds, pinned)
-    fast = rule is not Eviction.ttl
+    fast = data.draw(st.booleans())
     executor = SimulatedExecutor(COSTS["expected"], live, pool.block_size, GENEALOGY, fast_forward=fast)
     scheduler = core_parts(limits, pool, queue)
     timed = [
         replace(each, request=replace(each.request, session=sessions.get(each.request.request_id)))
         for each in core_requests(requests, shared)
     ]
-    expected = play(timed, scheduler, executor, live=live, env=env)
+    expected = play(timed, scheduler, executor, live=live, env=env, changes_ns=queue.changes_ns)
     found = compiled_replay(requests, limits, replace(pool, keeping=keeping), COSTS["expected"])
     assert_same(log_of(found, pool), expected)
 
@@ -173,7 +172,7 @@ def test_replicas_get_the_requests_that_they_get_of_the_core(
 ) -> None:
     named = shared.named(pool.block_size)
     requests = replace(named, arrival_ns=named.arrival_ns * apart)
-    cost, env = COSTS["expected"], simpy.Environment(initial_time=0)
+    cost, env = COSTS["expected"], ReplayClock()
     schedulers, timed = [core_parts(limits, pool) for _ in range(replicas)], core_requests(requests, shared)
     core, recorders, replays = [new_fold(pool) for _ in schedulers], [], []
     lanes = Balancer(OpenLoop(timed, len(timed)), schedulers).lanes

@@ -26,6 +26,7 @@ from harness.config.schema import CostKind, DecodingMode, RunConfig, SchedulerCo
 from harness.point import run_point
 from harness.workload.deployment import limits_of
 from harness.workload.point import resolve
+from harness.workload.scheduler import eviction_policy
 
 
 @pytest.fixture(name="config")
@@ -102,6 +103,12 @@ def test_both_sides_evict_alike(rule: Eviction, config: RunConfig, tmp_path: Pat
     record = run_point(config).record
     assert record.levels["counts"]["identical"], record.levels["counts"]
     assert record.simulated["hit_tokens"] > 0
+
+
+def test_a_rule_is_told_how_many_tokens_a_block_has(config: RunConfig) -> None:
+    """Else attention, which grows with the square of a prompt, would weigh too little in what is lost."""
+    deployment = resolve(config).deployment
+    assert eviction_policy(deployment).facts.block_size == deployment.pool.block_size == 16
 
 
 @pytest.mark.parametrize(

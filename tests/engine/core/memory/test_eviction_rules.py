@@ -49,6 +49,15 @@ def test_pinned_blocks_are_those_at_the_start_of_prompts_not_of_what_is_released
     assert queue.pop(6) == [4, 3, 6, 5, 2, 1]
 
 
+def test_first_in_first_out_moves_nothing_that_is_used_or_released_again() -> None:
+    queue = new_policy(Eviction.fifo)
+    push(queue, request(0), 1, 2)
+    push(queue, request(1), 3)
+    queue.reuse([1, 2], [1, 2])
+    push(queue, request(2), 1, 2, 4)
+    assert queue.pop(4) == [2, 1, 3, 4]
+
+
 def test_what_the_next_turn_does_not_take_up_is_evicted_first() -> None:
     queue = new_policy(Eviction.superseded)
     push(queue, request(2, session="b"), 9)

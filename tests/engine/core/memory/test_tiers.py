@@ -372,7 +372,7 @@ def spill_nothing(tiers: Tiers, units: Any, blocks: Any) -> None:
     """What the pool evicts is lost."""
 
 
-def disk_gets_nothing(tiers: Tiers, units: Any) -> None:
+def disk_gets_nothing(tiers: Tiers, units: Any, blocks: Any) -> None:
     tiers.tiers[0].store(units)
 
 
@@ -411,7 +411,7 @@ BUGS: dict[str, tuple[Any, str, Any]] = {
     "a hit reads no bytes": (Tiers, "load", read_for_nothing(Tiers.load)),
     "reading takes no time": (Tiers, "drain_loads", time_forgotten(Tiers.drain_loads)),
     "what the pool evicts is lost": (Tiers, "spilled", spill_nothing),
-    "the disk gets nothing": (Tiers, "_store_units", disk_gets_nothing),
+    "the disk gets nothing": (Tiers, "_write", disk_gets_nothing),
     "what is loaded leaves the cache": (
         PagedManager,
         "_open_loaded",
