@@ -14,7 +14,7 @@ from tiers import cases, tier
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-SCRIPT = "import sys; import fake_point; from harness.cli.main import main; \
+SCRIPT = "import sys; import fake_point; fake_point.heed_every_signal(); from harness.cli.main import main; \
 sys.exit(main(sys.argv[1:], point=fake_point, report=fake_point))"
 POINTS = 24
 PATIENCE_S = 300  # a safety net: no test rests on it
@@ -25,14 +25,6 @@ WORKERS = ["measure=false", "workers=2"]
 def command(*words: str) -> list[str]:
     axes = ["trace.name=any", f"workload.seed=range({POINTS})", "cost.cache_dir=."]
     return [sys.executable, "-c", SCRIPT, "sweep", *axes, *words]
-
-
-def heed_every_signal() -> None:
-    """Undo what nohup, a shell's background or a supervisor hands down: signals that are ignored or blocked."""
-    names = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, names)
-    for name in names:
-        signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
 
 
 def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
@@ -48,7 +40,6 @@ def start(folder: Path, *words: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=heed_every_signal,
     )
 
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
-SCRIPT = "import sys; import fake_point; from harness.cli.main import main; \
+SCRIPT = "import sys; import fake_point; fake_point.heed_every_signal(); from harness.cli.main import main; \
 sys.exit(main(sys.argv[1:], point=fake_point, report=fake_point))"
 LONGEST_WAIT_S = 240  # a safety net: no test rests on it
 
@@ -40,7 +39,6 @@ class Sweep:
                 stderr=subprocess.STDOUT,
                 text=True,
                 start_new_session=True,
-                preexec_fn=_heed_interrupts,
             )
 
     def finish(self, *more: str) -> int:
@@ -95,7 +93,3 @@ def wait(condition, what, sweep, process=None) -> None:  # type: ignore[no-untyp
         if (ended and not condition()) or time.monotonic() > end:
             raise AssertionError(f"waited in vain for {what}; the driver said:\n{sweep.said}")
         time.sleep(0.05)
-
-
-def _heed_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)

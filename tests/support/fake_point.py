@@ -7,6 +7,7 @@ the number of runs that may go on: each run after them waits until the number is
 
 import json
 import os
+import signal
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,16 @@ from harness.config.errors import ConfigError
 from harness.metrics.record import PointRecord
 
 LONGEST_WAIT_S = 120  # a safety net: no test rests on it
+
+
+def heed_every_signal() -> None:
+    """Undo what nohup, a shell's background or a supervisor hands down: signals that are ignored or blocked.
+
+    A script calls it first. Before the script, in a fork of a process with threads, Python code can hang.
+    """
+    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(name, signal.default_int_handler if name is signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 @dataclass(frozen=True)
