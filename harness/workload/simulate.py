@@ -30,7 +30,7 @@ from harness.compiled.replicas import run_replicas
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, ReplayMode
-from harness.console import install_hint
+from harness.console import install_hint, remark
 from harness.cost.roofline import RooflineCost
 from harness.metrics.log import IntArray, RunLog
 from harness.replay.arrivals import TimedRequest
@@ -362,6 +362,8 @@ def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[
     `replay_point`; nothing where `engine.core` must replay the point, into other folds.
     """
     replays = compiled_replays(point, cost)
+    if replays and not is_cached():
+        remark("compiling the replay, once on this machine and version: about two minutes, six on a slow CPU")
     return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 
 

@@ -45,6 +45,15 @@ def point(*settings: str) -> tuple[Point, CostModel]:
     return resolve(config), cost_model(deployment_of(config))
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_what_compiles_for_minutes_says_so(
+    kept: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(compiled, "is_cached", lambda: kept)
+    compiled.simulate(*point("replay.compiled=always"))
+    assert ("compiling the replay, once" in capsys.readouterr().err) is not kept
+
+
 @pytest.mark.parametrize("mode", ["trace", "closed", "sessions"])
 def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) -> None:
     held, cost = point(f"replay.mode={mode}", "replay.max_in_flight=2")
