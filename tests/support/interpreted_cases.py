@@ -59,18 +59,17 @@ def spec_of(lengths, queries=(), **options):
 def random_spec(seed):
     """A batch that nobody chose: a few queries a row, empty rows, any block size, group, width and options."""
     draw = random.Random(seed)
-    several = draw.random() < 0.8
-    queries = [
-        draw.choice((0, 1, draw.randint(1, 9), draw.randint(1, 64))) for _ in range(draw.randint(1, 4))
-    ]
-    queries = [*queries, draw.randint(2, 64)] if several else [1] * len(queries)
+    group = draw.choice((1, 1, 2, 3, 5, 9))
+    most = max(2, 64 // group)  # 64 queries a row where they take few programs
+    queries = [draw.choice((0, 1, draw.randint(2, most))) for _ in range(draw.randint(1, 3))]
+    queries = [*queries, draw.randint(2, most)] if draw.random() < 0.8 else [1] * len(queries)
     lengths = [
-        count and count + draw.choice((0, draw.randint(0, 70), draw.randint(0, 300))) for count in queries
+        count and count + draw.choice((0, draw.randint(0, 70), draw.randint(0, 200))) for count in queries
     ]
     kv_heads, width = draw.choice((1, 2)), draw.choice((16, 32, 64, 80))
     return spec_of(
         lengths, queries,
-        heads=kv_heads * draw.randint(1, 9), kv_heads=kv_heads, dk=width, dv=draw.choice((width, 48)),
+        heads=kv_heads * group, kv_heads=kv_heads, dk=width, dv=draw.choice((width, 48)),
         block_size=draw.choice((1, 3, 8, 16, 48, 64, 128)), layout=draw.choice(("NHD", "HND")),
         dtype=draw.choice((FP32, FP32, torch.bfloat16, torch.float16)),
         window=draw.choice((0, 0, 1, draw.randint(2, 200))), softcap=draw.choice((0.0, 2.0)),
