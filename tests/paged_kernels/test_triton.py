@@ -31,8 +31,9 @@ def test_interpreted_kernels_equal_the_reference_and_the_engine_on_them_is_that_
 
 
 @pytest.mark.nightly
-def test_interpreted_kernels_bear_extremes():
-    done = run_checks(HERE / "interpreted_extremes.py", TRITON_INTERPRET="1")
+@pytest.mark.parametrize("name", ["interpreted_extremes.py", "interpreted_mistakes.py"])
+def test_interpreted_kernels_bear_extremes_and_their_checks_see_mistakes(name):
+    done = run_checks(HERE / name, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
