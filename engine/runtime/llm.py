@@ -31,6 +31,7 @@ from engine.runtime.params import SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput, encode_prompt, truncated
 from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
+from paged_kernels.backends import resolve_backend
 
 __all__ = [
     "LLM", "BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
@@ -189,6 +190,7 @@ class LLM:
             model = ModelSpec(name=Path(path).name, path=path, dtype=kind)
         if isinstance(model, ModelSpec):
             path = model.path
+            resolve_backend(engine_options.backend, _device(device))  # refused before weights are read
             model = load_model(model, device=_device(device))
         if tokenizer is None and path is not None and has_tokenizer(path) and not skip_tokenizer_init:
             tokenizer = path

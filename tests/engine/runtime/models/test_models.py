@@ -300,6 +300,16 @@ def test_layers_that_the_triton_kernels_do_not_serve_run_on_torch(model_of, monk
         assert choose_for_layers("auto", torch.device("cuda"), demands).backend == backend
 
 
+def test_a_named_backend_that_cannot_run_here_is_refused_before_weights_are_read(monkeypatch):
+    from engine.runtime import llm
+    from paged_kernels import BackendUnavailableError
+
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(llm, "load_model", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(BackendUnavailableError, match="compiles for a CUDA device"):
+        llm.LLM(ModelSpec(layers=1), backend="triton", device="cpu", pool_tokens=64)
+
+
 def test_layers_that_the_named_triton_kernels_do_not_serve_are_refused(monkeypatch):
     from engine.runtime.llm import LLM
     from paged_kernels import BackendUnavailableError
