@@ -34,7 +34,6 @@ PLANTED = {
     "a row of a cut sequence sees too little": ("[:, None] - (stops - ends)", "[:, None] - (stops - begins)"),
     "the last row of a cut sequence is missing": ("pieces = -(-queries.most // tokens)", "pieces = 1"),
     "heads and queries of a tile are mixed up": ("token = member // GROUP", "token = member % EACH"),
-    "a row without keys has no part": ("tl.maximum(tl.cdiv(tiles, share), 1), 0)", "tl.cdiv(tiles, share), 0)"),
     "the last tile is left out": ("last = tl.cdiv(length, TILE)", "last = length // TILE"),
     "tiles that all see are read twice": ("            begin = whole\n", ""),
     "the rotary query is the latent one": ("asking + DK + second[None, :]", "asking + second[None, :]"),
