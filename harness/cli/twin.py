@@ -14,7 +14,6 @@ from harness.config.errors import UserError
 from harness.console import remark, say
 
 if TYPE_CHECKING:
-    from harness.twin.configured import Configured
     from harness.twin.log import EngineLog
     from harness.twin.twin import Twin
 
@@ -84,11 +83,10 @@ def _run(arguments: Arguments) -> int:
         return _check(flags, log, words, out)
     twin = _twin(arguments, log, words, out)
     if flags.what_if:
-        refused = [one for one in twin.changes if one.figures is None]
         for answer in twin.changes[0 if twin.base.settings[1:] else 1 :]:
             say(str(answer))
         say(verdict(twin))
-        return 2 if refused else 0
+        return 2 if any(one.figures is None for one in twin.changes) else 0
     page = write_twin(twin, out)
     for note in notes(twin):
         remark(f"note: {note}")
@@ -98,9 +96,7 @@ def _run(arguments: Arguments) -> int:
         say(f"  {name:8} mean absolute error {mean:.2f} (bias {bias:+.2f}) of at most {top:.1f}")
     hits, expected = twin.hits
     if hits is not None:
-        say(
-            f"  prompt tokens found in the prefix cache: {100 * hits:.1f} %, predicted {100 * expected:.1f} %"
-        )
+        say(f"  prompt tokens from the prefix cache: {100 * hits:.1f} %, predicted {100 * expected:.1f} %")
     say(str(page))
     return 0
 
@@ -114,17 +110,14 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     if not 0 <= flags.tolerance < 1:
         raise UserError(f"--tolerance is {flags.tolerance:g}, must be at least 0 and below 1")
     found = pages(flags.check)
-    kept: tuple[str, ...] = ()
     if not (flags.no_fit or flags.device):
-        log, kept = _kept_fit(log, configured(log, words), out)
-    asked = configured(log, (*kept, *words))
+        log, words = _kept_fit(log, words, out)
+    asked = configured(log, words)
     rows = compared(predictor(asked.config, log.workload)(asked.config.device), found)
     for line in (log.client, *asked.warnings):
         say(line)
     fitted_from = asked.config.device.fitted_from
-    constants = (
-        f"constants fitted to {fitted_from}" if fitted_from else "the constants of the device's description"
-    )
+    constants = f"constants fitted to {fitted_from}" if fitted_from else "its device's description"
     say(f"Predicted with {constants}. {found.said(len(log.requests))}")
     say(f"{'figure':34}  {'predicted':>20}  {'real':>9}")
     for row in rows:
@@ -149,12 +142,10 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
 
     flags = arguments.flags
     fits = not (flags.no_fit or flags.device)
-    kept: tuple[str, ...] = ()
-    if fits and flags.what_if:
-        log, kept = _kept_fit(log, configured(log, overrides), out)
-    found = configured(log, (*kept, *overrides))
+    log, words = _kept_fit(log, overrides, out) if fits and flags.what_if else (log, overrides)
+    found = configured(log, words)
     config, fit = found.config, None
-    if kept or not fits:
+    if words != overrides or not fits:
         prediction = predictor(config, log.workload)(config.device)
     else:
         log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
@@ -168,18 +159,25 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
 FIT = "fit.yaml"  # in the folder of the report: the fitted device, and beside it its deployment and the load
 
 
-def _kept_fit(log: "EngineLog", found: "Configured", out: Path) -> tuple["EngineLog", tuple[str, ...]]:
-    """The log, and the deployment that was fitted to it before as an override; none where another one was, or none."""
+def _kept_fit(log: "EngineLog", words: tuple[str, ...], out: Path) -> tuple["EngineLog", tuple[str, ...]]:
+    """The log and the words with the deployment that was fitted to it before; the same where there is none.
+
+    The fit is in the place of the device that the words name, if that is the one which was fitted.
+    """
+    from harness.twin.configured import configured
     from harness.twin.fit import deployment_file, logs_of_a_fit, trace_bytes, workload_file
 
     load, deployment = workload_file(out / FIT), deployment_file(out / FIT)
-    if load.is_file() and deployment.is_file():
-        kept = load.read_bytes()
-        for one in logs_of_a_fit(log, found):
-            if kept == trace_bytes(one.workload):
-                remark(f"the fit of {deployment} is taken; remove it to fit again")
-                return one, (f"deployment={deployment}",)
-    return log, ()
+    found = configured(log, words)
+    if not (load.is_file() and deployment.is_file()) or found.config.device.fitted_from:
+        return log, words
+    of_fit = (f"deployment={deployment}", *(word for word in words if not word.startswith("device=")))
+    is_its_device = configured(log, of_fit).config.device.name == found.config.device.name
+    for one in logs_of_a_fit(log, found) if is_its_device else ():
+        if load.read_bytes() == trace_bytes(one.workload):
+            remark(f"the fit of {deployment} is taken; remove it to fit again")
+            return one, of_fit
+    return log, words
 
 
 def command_of(name: str, arguments: Arguments) -> str:

@@ -23,6 +23,7 @@ from harness.twin.prediction import PredictedRun, errors_of, predictor
 from harness.twin.reading import read_engine_log
 from harness.twin.twin import Twin, finding, grade, verdict
 from harness.twin.what_ifs import WhatIf, questions, what_ifs
+from harness.workload.deployment import settings_text
 from harness.workload.point import resolve
 from harness.workload.simulate import simulate
 from traces.reading import read_trace
@@ -494,10 +495,16 @@ def test_a_question_whose_pool_would_be_another_says_that_it_is_kept(twin: Twin)
     assert "policy=contiguous_max" in found
 
 
-def test_a_kept_fit_is_taken_for_the_same_log_alone(twin: Twin, tmp_path: Path) -> None:
-    (tmp_path / "fit-deployment.yaml").write_text("kept")
-    (tmp_path / "fit-workload.jsonl").write_bytes(trace_bytes(twin.log.workload))
-    kept = (f"deployment={tmp_path / 'fit-deployment.yaml'}",)
-    assert _kept_fit(twin.log, twin.configured, tmp_path) == (twin.log, kept)
-    (tmp_path / "fit-workload.jsonl").write_bytes(b"another log")
-    assert _kept_fit(twin.log, twin.configured, tmp_path) == (twin.log, ())
+def test_a_kept_fit_is_taken_for_the_same_log_and_device_alone(twin: Twin, tmp_path: Path) -> None:
+    """The words that chose the device of the fit do not put its description in the place of what was fitted."""
+    device = replace(twin.config.device, fitted_from="this log", step_overhead_us=777.0)
+    deployment, load = tmp_path / "fit-deployment.yaml", tmp_path / "fit-workload.jsonl"
+    deployment.write_text(settings_text(replace(twin.config, device=device)))
+    load.write_bytes(trace_bytes(twin.log.workload))
+    words = ("device=rtx_pro_6000", "scheduler.max_running=100")
+    log, taken = _kept_fit(twin.log, words, tmp_path)
+    found = configured(log, taken).config
+    assert (found.device.step_overhead_us, found.scheduler.max_running) == (777.0, 100)
+    assert _kept_fit(twin.log, ("device=h100",), tmp_path) == (twin.log, ("device=h100",))
+    load.write_bytes(b"another log")
+    assert _kept_fit(twin.log, words, tmp_path) == (twin.log, words)
