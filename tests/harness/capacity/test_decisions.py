@@ -5,17 +5,23 @@ import os
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
+from io import StringIO
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from harness.capacity import highest_rate
 from harness.capacity.advice import PRECISION, advise
 from harness.capacity.case import LoadCase, growth
 from harness.capacity.flags import HUB_IDS, serve_line
 from harness.capacity.slo import broken_goals, parse_slo
+from harness.cli.main import main
 from harness.cli.workload import case_of
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
@@ -218,6 +224,53 @@ def test_answers_agree_and_a_replay_confirms_them(
     assert not holds(case, config, 1.3 * rate, copies)
     replay_s = time.process_time() - began
     record_property("advise", f"{took_s:.1f} CPU-s, {took_s / replay_s:.1f} replays of {replay_s:.1f} CPU-s")
+
+
+OF_A_TRACE = ("trace=file", "trace.on_error=skip", "workload=as_recorded")
+COMMANDS: Mapping[str, tuple[str, ...]] = {
+    "advise": ("advise", "{folder}/trace.jsonl", "trace.on_error=skip"),
+    "run": ("run", *OF_A_TRACE, "trace.path={folder}/trace.jsonl", "workload.oversize=drop", "measure=false",
+            "out={folder}/run"),
+}  # fmt: skip
+LONGEST = {"llama3_8b": 8192, "opt_13b": 2048, "llama31_8b": 131_072}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@settings(max_examples=3)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 12_000), st.integers(2, 50)), min_size=30, max_size=40),
+    bad=st.integers(0, 3),
+    model=st.sampled_from(sorted(LONGEST)),
+)
+def test_no_command_leaves_requests_out_before_it_has_named_them(
+    command: str, lengths: list[tuple[int, int]], bad: int, model: str
+) -> None:
+    """Rows that cannot be read, and requests that are too long for the model: counted in the first line, or refused."""
+    requests = [
+        {"arrival_s": 0.5 * at, "prompt_tokens": prompt, "output_tokens": output}
+        for at, (prompt, output) in enumerate(lengths)
+    ]
+    broken = [{"arrival_s": 100 + at, "prompt_tokens": -1, "output_tokens": 1} for at in range(bad)]
+    too_long = sum(prompt + output > LONGEST[model] for prompt, output in lengths)
+    kept, every = len(lengths) - too_long, len(lengths) + bad
+    with TemporaryDirectory() as folder:
+        rows = [*requests, *broken]
+        (Path(folder) / "trace.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        words = [word.format(folder=folder) for word in COMMANDS[command]]
+        with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
+            code = main([*words, f"model={model}", "device=h100"])
+    said, first = out.getvalue() + errors.getvalue(), out.getvalue().partition("\n")[0]
+    if command == "run":
+        assert (code == 0) == (kept > 0), said
+        if kept and too_long + bad:
+            assert f"{too_long + bad:,} dropped before the replay" in first
+    else:
+        assert (
+            f"all {every:,} requests" in first
+            if kept == every
+            else f"{kept:,} of {every:,} requests" in first
+        )
+        assert all(f"Left out: {count:,} (" in first for count in (too_long, bad) if count)
 
 
 def test_vllm_takes_every_line_that_is_printed() -> None:
