@@ -25,7 +25,7 @@ BARRIER, WAIT = r"^\tbar\.sync \t0;$", r"^\tcp\.async\.wait_group \t\d;$"
 TABLE = r"@(%p\d+) ld\.global\.b32 (\{ %r\d+ \}, \[ %rd\d+ \+ 0 \];)"
 QUERY = r"ld\.global\.v4\.b32 \{ (\S+), (\S+), \S+, \S+ \}"
 MASKED = r"selp\.f32 \t(%r\d+), (%r\d+), 0fFF800000, %p\d+;"
-HEADS = r"ld\.param\.b32 \t(%r\d+), \[decode_kernel_param_18\];"
+HEADS = r"ld\.param\.b32 \t(%r\d+), \[decode_kernel_param_19\];"
 WRONG = None  # no error, but an output that differs from float64
 # name: which place of the pattern (-1: the last), the pattern, what stands there instead, what notices
 PLANTED = {
