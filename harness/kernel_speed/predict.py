@@ -143,15 +143,27 @@ def is_copy(one: Instruction) -> bool:
 def tile_loop(code: Sequence[Instruction]) -> range:
     """Places of the loop that copies tiles of K and V: of all loops the one with most copies, then the shortest.
 
-    It is empty where no loop copies. A branch from behind a loop into it (sm_100, waiting) looks like a longer loop
-    with as many copies, so the shortest counts.
+    It is empty where no loop copies. A branch back is a loop only where its target is on every way to it: on sm_100
+    code that waits stands behind the kernel, and branches back into one of several loops.
     """
     copies = [0]
     for one in code:
         copies.append(copies[-1] + is_copy(one))
     loops = [range(one.target, place + 1) for place, one in enumerate(code) if 0 <= one.target <= place]
     loops = [loop for loop in loops if copies[loop.stop] > copies[loop.start]]
+    loops = [loop for loop in loops if not _reaches(code, loop.stop - 1, without=loop.start)]
     return max(loops, key=lambda loop: (copies[loop.stop] - copies[loop.start], -len(loop)), default=range(0))
+
+
+def _reaches(code: Sequence[Instruction], goal: int, without: int) -> bool:
+    """Whether a way from the entry to the place `goal` leaves the place `without` out."""
+    seen, left = {without}, [0]
+    while left:
+        place = left.pop()
+        if place not in seen:
+            seen.add(place)
+            left += _followers(code, place)
+    return goal in seen and goal != without
 
 
 def shortest_path(code: Sequence[Instruction], start: int, ends: Iterable[int]) -> tuple[int, ...]:

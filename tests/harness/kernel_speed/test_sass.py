@@ -81,6 +81,20 @@ def test_the_tile_loop_is_the_one_that_copies() -> None:
     assert tile_loop(read_listing(LISTING)) == range(3, 5)
 
 
+def test_code_that_waits_behind_two_loops_makes_no_loop_of_both() -> None:
+    """As on sm_100: a wait that must be repeated stands behind the kernel, and branches back into its loop."""
+    waits = plain("SYNCS", guard="!P1")
+    code = [
+        plain("MOV"),
+        *(waits, plain("BRA", guard="P2", target=9)),  # 1, 2
+        *(plain("LDGSTS"), plain("BRA", guard="P0", target=1)),  # 3, 4: the first loop
+        *(plain("LDGSTS"), plain("LDGSTS"), plain("BRA", guard="P0", target=5)),  # 5, 6, 7: the second
+        plain("EXIT"),
+        *(waits, plain("BRA", target=3)),  # 9, 10: behind the kernel
+    ]
+    assert tile_loop(code) == range(5, 8)
+
+
 def test_a_loop_that_copies_nothing_is_no_tile_loop() -> None:
     assert not tile_loop([plain("IADD3"), plain("BRA", guard="P0", target=0), plain("EXIT")])
 
