@@ -63,6 +63,7 @@ def scrape(
     began, last = clock(), (0.0, 0.0, 0.0)
     rows: list[list[float]] = []
     first: Samples | None = None
+    ends = ""
     while (now := clock() - began) < seconds:
         samples = parse(fetch(url))[-1]
         if first is None and not any(name in samples for name in RUNNING):
@@ -73,6 +74,11 @@ def scrape(
             sum(values(samples, names)) for names in (_PROMPT, _GENERATED, RUNNING, WAITING)
         )
         counters = (now, prompt, generated)
+        if rows and (prompt < last[1] or generated < last[2]):
+            ends = (
+                " The server was started again then: its counters went back, and what came after is left out."
+            )
+            break
         span = counters[0] - last[0]
         rates = [(counters[i] - last[i]) / span if rows and span > 0 else 0.0 for i in (1, 2)]
         use = values(samples, KV)
@@ -82,7 +88,7 @@ def scrape(
     assert first is not None
     lines = [",".join(SERIES_COLUMNS), *(",".join(f"{value:.6g}" for value in row) for row in rows)]
     write_files(folder, {"timeseries.csv": ("\n".join(lines) + "\n").encode()})
-    return [f"{len(rows)} states in {folder / 'timeseries.csv'}.", *_write_settings(first, folder)]
+    return [f"{len(rows)} states in {folder / 'timeseries.csv'}.{ends}", *_write_settings(first, folder)]
 
 
 def parse(text: str) -> list[Samples]:

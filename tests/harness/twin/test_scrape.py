@@ -80,6 +80,15 @@ def test_counters_become_rates(scraped: Path) -> None:
     assert [float(row.split(",")[1]) for row in rows] == [0, 300, 50]
 
 
+def test_a_server_that_is_started_again_ends_the_series_and_that_is_said(tmp_path: Path) -> None:
+    second = Second()
+    states = pages([(1, 100, 50), (2, 300, 90), (0, 10, 0), (1, 20, 5)])
+    notes = scrape("http://here", 4.0, tmp_path, fetch=states, clock=second, sleep=second.sleep)
+    assert notes[0].startswith("2 states in")
+    assert "started again" in notes[0]
+    assert "-" not in (tmp_path / "timeseries.csv").read_text()
+
+
 def test_the_page_gives_the_pool(scraped: Path) -> None:
     settings = read_engine_log(scraped).settings
     assert (settings.pool_blocks, settings.tokens_of_pool) == (2588, 41408)
