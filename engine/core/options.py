@@ -178,9 +178,8 @@ class SchedulerOptions:
     policy: Scheduling = Scheduling.fcfs
     preemption: Preemption = Preemption.recompute
     long_prefill_tokens: int | None = None  # largest prompt chunk while others compete; None: the budget
-    long_prefill_adaptive: bool = (
-        False  # that is at least the share of the budget that each request would have
-    )
+    # that is at least the share of the budget that each request would have
+    long_prefill_adaptive: bool = False
     admit_whole_prompt: bool = True  # False: a request enters as soon as its first chunk fits
     static_batch: bool = False  # admit only into an empty batch; all its memory is released at its end
 

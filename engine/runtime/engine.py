@@ -22,6 +22,7 @@ from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, host_memory, layer_groups
 from engine.core.options import (
     CachePolicy,
+    Decoding,
     GroupKind,
     GroupPages,
     SchedulerLimits,
@@ -334,6 +335,7 @@ class Engine:
         self._speculation = (
             Speculation(options.draft_tokens, SpeculationMode(options.draft_mode)) if draft else None
         )
+        self._check_smallest()
         self.counters = EngineCounters()
         self._states: dict[str, RequestState] = {}
         self._by_number: dict[int, RequestState] = {}
@@ -342,6 +344,13 @@ class Engine:
         self._epoch = 0  # part of every block hash: a higher epoch gives no hits on blocks of an earlier one
         self._grammars = Grammars(tokenizer, loaded.vocab_size, self.loaded.end_ids)
         self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
+
+    def _check_smallest(self) -> None:
+        """Raise ModelError if no request at all could be served, which each of them would say otherwise."""
+        longest = self.limits.max_model_len or self.loaded.max_position
+        smallest = Request(0, 1, max(1, min(2, longest - 1)), speculation=self._speculation)
+        if reason := self.scheduler.never_fits(smallest):
+            raise ModelError(f"model {self.loaded.name}: even the smallest request {reason}")
 
     def _make_runner(self, draft: LoadedModel | None) -> Runner:
         """Make the pool, and record graphs: only for Triton on CUDA, whose kernels read the lengths on the device."""
@@ -416,11 +425,12 @@ class Engine:
         salt = cache_salt if params.prompt_logprobs is None else f"{cache_salt}\nrequest {number}"
         form = params.structured_outputs
         ends = self.loaded.end_ids if form is None else self._grammars.end_ids
-        shared = params.beam_width == 1 and not self._grouped
+        shared = params.decoding is not Decoding.beam and not self._grouped
         identity = TokenIdentity(
             number, array, salt, epoch=self._epoch, algorithm=self.options.hash, share_outputs=shared
         )
-        speculation = self._speculation if params.width == 1 else None
+        plain = params.width == 1 and params.decoding is not Decoding.beam
+        speculation = self._speculation if plain else None
         request = Request(
             number, len(ids), most, params.width, params.decoding, identity, priority, speculation
         )

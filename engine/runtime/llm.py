@@ -41,13 +41,8 @@ log = logging.getLogger(__name__)
 
 _GENERATION = "generation_config.json"
 _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
-_FILES = (
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-)  # of a repository: nothing that can hold code
+# of a repository: nothing that can hold code
+_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _SAMPLING = (
     *(
         "temperature",
@@ -100,21 +95,30 @@ class BeamSearchParams:
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
+    skip_special_tokens: bool = True
+    watermarking: bool | None = None
+    allowed_token_ids: Sequence[int] | None = None
 
-    def sampling(self) -> SamplingParams:
-        """The parameters of the engine. Raises ParamsError."""
+    def sampling(self, ends: Sequence[int]) -> SamplingParams:
+        """The parameters of the engine, where `ends` are the tokenizer's end tokens. Raises ParamsError."""
         if self.temperature:
             raise ParamsError(
                 "temperature", f"{self.temperature!r}: beam search takes no samples; leave it at 0"
             )
+        if self.watermarking:
+            raise ParamsError("watermarking", "True is not offered here")
         return SamplingParams(
             beam_width=self.beam_width,
             temperature=0.0,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
+            stop_token_ids=() if self.ignore_eos else ends,
             length_penalty=self.length_penalty,
             early_stopping="never",
-            logprobs=0 if self.beam_width == 1 else None,
+            every_end=True,
+            structured_outputs=self.structured_outputs,
+            allowed_token_ids=self.allowed_token_ids,
         )
 
 
@@ -305,13 +309,17 @@ class LLM:
         concurrency_limit: int | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[BeamSearchOutput]:
-        """The best `beam_width` sequences of each prompt, those of transformers' beam search that never stops early.
+        """The best `beam_width` sequences of each prompt, as vLLM 0.33 finds them.
 
-        `concurrency_limit` is the most prompts at a time. Raises what `generate` raises.
+        An end token of the model or the tokenizer ends a beam wherever it is among the beam's `2 * beam_width` best;
+        the beams of `SamplingParams(beam_width=…)` are those of transformers. `concurrency_limit` is the most prompts
+        at a time. Raises what `generate` raises.
         """
-        batch, sampling = _prompt_list(prompts), params.sampling()
         if concurrency_limit is not None and (not is_whole(concurrency_limit) or concurrency_limit < 1):
             raise ParamsError("concurrency_limit", f"{concurrency_limit!r} is no whole number of at least 1")
+        end: Any = getattr(self.engine.tokenizer, "eos_token_id", None)
+        ends = [end] if end in range(self.loaded.vocab_size) else []
+        batch, sampling = _prompt_list(prompts), params.sampling(ends)
         width = concurrency_limit or max(1, len(batch))
         order = _spread("priority", priority or 0, len(batch))
         outputs: list[RequestOutput] = []
@@ -320,18 +328,15 @@ class LLM:
             outputs += self.generate(
                 part, sampling, use_tqdm=use_tqdm, priority=levels, lora_request=lora_request
             )
-        return [self._beams(output, params.length_penalty) for output in outputs]
+        return [self._beams(output, params) for output in outputs]
 
-    def _beams(self, output: RequestOutput, length_penalty: float) -> BeamSearchOutput:
+    def _beams(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
         sequences = []
         for one in output.outputs:
-            ids = [*output.prompt_token_ids, *one.token_ids]
-            score = one.cumulative_logprob
-            if score is None:
-                score = one.score * float(len(one.token_ids)) ** length_penalty
-            text = (
-                None if self.engine.tokenizer is None else decode_ids(self.engine.tokenizer, ids, skip=True)
-            )
+            ids, text = [*output.prompt_token_ids, *one.token_ids], None
+            score = one.score * float(len(one.token_ids)) ** params.length_penalty
+            if self.engine.tokenizer is not None:
+                text = decode_ids(self.engine.tokenizer, ids, skip=params.skip_special_tokens)
             sequences.append(BeamSearchSequence(ids, score, text, one.finish_reason, one.stop_reason))
         return BeamSearchOutput(sequences)
 

@@ -62,6 +62,7 @@ class DecodingRules:
     logprobs: int | None = None
     length_penalty: float = 1.0
     early_stopping: EarlyStopping = False
+    every_end: bool = False  # beam search as vLLM's
     changes: LogitChanges | None = None  # of the logits, before a token is chosen
     prompt_logprobs: int | None = None  # as `logprobs`, for each token of the prompt but the first
 
@@ -83,22 +84,20 @@ class OutputKind(StrEnum):
     FINAL_ONLY = "final"  # the same, as vLLM calls it
 
 
+# vLLM's other fields that name a number, a list or a rule
+_LEFT_OUT = (
+    *("prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "stream_interval"),
+    *("thinking_token_budget", "repetition_detection", "trace_decode_token_ids"),
+)
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {  # vLLM's other fields, with the values that ask for nothing
-    "watermarking": (None, False),
-    "prompt_logprob_token_ids": (None,),
-    "prompt_logprob_start": (None,),
-    "logprob_token_ids": (None,),
+    **dict.fromkeys(_LEFT_OUT, (None,)),
+    **dict.fromkeys(("watermarking", "skip_reading_prefix_cache"), (None, False)),
     "flat_logprobs": (False,),
     "spaces_between_special_tokens": (True,),
-    "stream_interval": (None,),
     "skip_clone": (False, True),
     "output_text_buffer_length": (0,),
     "extra_args": (None, {}),
-    "skip_reading_prefix_cache": (None, False),
-    "thinking_token_budget": (None,),
-    "repetition_detection": (None,),
     "routed_experts_prompt_start": (0,),
-    "trace_decode_token_ids": (None,),
 }
 
 
@@ -138,6 +137,7 @@ class SamplingParams(metaclass=_TakesVllm):
     logprobs: int | None = None  # how many of the most likely tokens to report at each position
     length_penalty: float = 1.0  # of beam search
     early_stopping: EarlyStopping = False  # of beam search
+    every_end: bool = False  # beam search as vLLM's `LLM.beam_search`, of one beam too; see `EveryEndSearch`
     min_tokens: int = 0  # before so many tokens a sequence does not end
     repetition_penalty: float = 1.0  # above 1: tokens of prompt and output become less likely
     frequency_penalty: float = 0.0  # subtracted from a logit for each time its token was generated
@@ -225,7 +225,8 @@ class SamplingParams(metaclass=_TakesVllm):
     def _check_combinations(self) -> None:
         self._check_lists()
         changed = self.changes(()) is not None or self.structured_outputs is not None
-        if self.beam_width > 1 and (changed or self.prompt_logprobs is not None):
+        is_beam = self.decoding is Decoding.beam
+        if is_beam and (changed or self.prompt_logprobs is not None):
             raise ParamsError(
                 "beam_width",
                 "beam search supports no penalties, min_tokens, logit_bias, allowed_token_ids, bad_words, "
@@ -234,9 +235,9 @@ class SamplingParams(metaclass=_TakesVllm):
         for name in ("allowed_token_ids", "bad_words", "min_tokens", "ignore_eos"):
             if self.structured_outputs is not None and getattr(self, name):  # could leave no token, or no end
                 raise ParamsError("structured_outputs", f"cannot be combined with {name}")
-        if self.beam_width > 1 and self.n > 1:
+        if is_beam and self.n > 1:
             raise ParamsError("n", "beam search returns beam_width sequences: set beam_width or n, not both")
-        if self.beam_width > 1 and (self.stops or self.logprobs is not None):
+        if is_beam and (self.stops or self.logprobs is not None):
             raise ParamsError("beam_width", "beam search supports neither stop strings nor logprobs")
         if self.decoding is Decoding.greedy and self.n > 1:
             raise ParamsError("n", f"{self.n} samples at temperature 0 would all be the same")
@@ -246,7 +247,7 @@ class SamplingParams(metaclass=_TakesVllm):
     @property
     def decoding(self) -> Decoding:
         """The decoding mode that these parameters ask for."""
-        if self.beam_width > 1:
+        if self.beam_width > 1 or self.every_end:
             return Decoding.beam
         return Decoding.sample if self.temperature > 0 else Decoding.greedy
 
@@ -292,6 +293,7 @@ class SamplingParams(metaclass=_TakesVllm):
             logprobs=self.logprobs,
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
+            every_end=self.every_end,
             changes=self.changes(bad_words, constraint),
             prompt_logprobs=self.prompt_logprobs,
         )
@@ -305,7 +307,7 @@ _REAL = (
     *("temperature", "top_p", "min_p", "length_penalty"),
     *("repetition_penalty", "frequency_penalty", "presence_penalty"),
 )
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize")
+_FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize", "every_end")
 _OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")
 
 

@@ -31,9 +31,8 @@ class BlockNames(NamedTuple):
         """Names for the blocks of prompts, each with its salt."""
         path = np.unique(np.array(salts, dtype=np.str_), return_inverse=True)[1]
         stop, distinct = np.zeros(len(path), np.int64), 0
-        runs = [
-            np.zeros((3, 0), np.int64)
-        ]  # of each run of names its prompt, its first name, how many they are
+        # of each run of names its prompt, its first name, how many they are
+        runs = [np.zeros((3, 0), np.int64)]
         for live, pair, tokens in keyed_levels(prompts, path):
             before = stop[live] // block_size
             stop[live] += tokens

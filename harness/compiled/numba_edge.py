@@ -8,9 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TypeVar
 
-os.environ.setdefault(
-    "NUMBA_OPT", "1"
-)  # numba reads it when imported: a quarter less of compiling, and as fast
+# numba reads it when imported: a quarter less of compiling, and as fast
+os.environ.setdefault("NUMBA_OPT", "1")
 _Function = TypeVar("_Function", bound=Callable[..., object])
 _JITABLE: list[Callable[..., object]] = []
 _CALLED: list[Callable[..., object]] = []

@@ -17,10 +17,8 @@ from harness.config.schema import Compiled, RunConfig, TraceFormat
 
 _BASE = 210 * 10**6  # an interpreter with what a prediction imports
 _CODE, _FEW = 150 * 10**6, 1_000  # compiled code and its loader; so many requests are replayed without
-_REPLAY, _ROWS = (
-    700,
-    4_400,
-)  # bytes a request: in the trace and the replay, and its rows (some seven steps each)
+# bytes a request: in the trace and the replay, and its rows (some seven steps each)
+_REPLAY, _ROWS = (700, 4_400)
 _LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _PARQUET = b"PAR1"
 # Requests of a generated trace where `workload.num_requests` is null.

@@ -158,9 +158,8 @@ def listed(codes: Sequence[bytes], capability: int) -> Iterator[tuple[Instructio
         file.write(b"".join(codes))
         file.flush()
         # -ndf leaves out the data-flow analysis, which takes a third of the time and does not change the listing
-        architecture = (
-            f"SM{capability}a" if capability >= 90 else f"SM{capability}"
-        )  # the variants Triton compiles for
+        # the variants Triton compiles for
+        architecture = f"SM{capability}a" if capability >= 90 else f"SM{capability}"
         listing = _tool("nvdisasm", "-ndf", "-hex", "-b", architecture, file.name)
     code = read_listing(listing)
     ends = list(accumulate(len(one) // _WIDTH for one in codes))

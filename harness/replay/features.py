@@ -32,9 +32,8 @@ class StepFeatures(NamedTuple, Generic[T]):
     tokens_beyond_128: T  # query tokens above 128: large ones leave the cache
     rows: T  # sequences in the batch: host work
     sampled_rows: T  # rows that meet the vocabulary projection
-    drawn_rows: (
-        T  # sampled rows whose token is drawn at random: a softmax and a draw over the whole vocabulary
-    )
+    # sampled rows whose token is drawn at random: a softmax and a draw over the whole vocabulary
+    drawn_rows: T
     beam_rows: T  # sampled rows of beam groups: selection over the whole vocabulary
     beam_rows_to_16: T  # the same, at most 16: a selection among more rows costs less for each
     beam_steps: T  # 1 if there is such a row: the floor of the selection
@@ -42,9 +41,8 @@ class StepFeatures(NamedTuple, Generic[T]):
     decode_steps: T  # 1 if there is such a row: the floor of decode attention
     decode_inputs: T  # the same for the rest of the step: the floor of preparing their inputs
     decode_kv: T  # KV slots that decode rows read
-    decode_distinct_kv: (
-        T  # the same, blocks that several rows share counted once: they are in the caches already
-    )
+    # the same, blocks that several rows share counted once: they are in the caches already
+    decode_distinct_kv: T
     decode_padded_kv: T  # decode rows times the longest of them: what a padded batch reads
     decode_padded_blocks: T  # the same in blocks: each is fetched on its own
     prefill_rows: T  # rows of more than one token: each is an attention call of its own
@@ -59,15 +57,13 @@ class StepFeatures(NamedTuple, Generic[T]):
     swapped_slots: T  # KV slots moved between device and host
     swapped_blocks: T  # the same in blocks: each is a transfer of its own
     admitted_tokens: T  # prompt tokens of admitted requests: their identity is computed once
-    after_prefill: (
-        T  # 1 right after a large prefill, a quarter less each step: caches are warm again only gradually
-    )
+    # 1 right after a large prefill, a quarter less each step: caches are warm again only gradually
+    after_prefill: T
     draft_passes: T  # forward passes of the draft model
     draft_tokens: T  # tokens that run through it
     draft_kv: T  # KV slots of its lane that those read
-    decode_unseen_kv: (
-        T  # of decode_kv the slots outside of the model's window, which windowed layers do not read
-    )
+    # of decode_kv the slots outside of the model's window, which windowed layers do not read
+    decode_unseen_kv: T
     prefill_unseen_kv: T  # of prefill_kv the same
     prefill_unseen_work: T  # of prefill_work the same
 
@@ -167,9 +163,8 @@ class FeatureMeter:
         self._all_drawn = True  # whether those are all
         self._steady_ids: Sequence[int] | None = None  # of the last step, with their rows that are drawn
         self._steady_drawn = 0
-        self._drafting = (
-            False  # whether a request with drafts was admitted: then every row runs through both models
-        )
+        # whether a request with drafts was admitted: then every row runs through both models
+        self._drafting = False
 
     def first(self, plan: StepPlan, accepted: Mapping[int, int] = _NONE_ACCEPTED) -> StepFeatures[Amount]:
         """Features of the plan's first (or only) step, as numbers; `accepted` drafts by request."""

@@ -114,9 +114,8 @@ class Replay:
         self._live = {} if live is None else live
         self._until_ns = until_ns
         self._asynchronous = asynchronous
-        self._began_ns: int | None = (
-            None  # when the last step began; None if none has since the engine was idle
-        )
+        # when the last step began; None if none has since the engine was idle
+        self._began_ns: int | None = None
         self._ended = 0
         self._env, self._changes_ns = env or ReplayClock(), changes_ns
 

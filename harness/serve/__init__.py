@@ -44,30 +44,23 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
         raise UserError(reason)
     config = _config(overrides)
     listener = _listen(flags.host, flags.port)
-    from engine.runtime.async_engine import AsyncEngine, EngineFacts, EngineThread, Link
+    from engine.runtime.async_engine import EngineFacts, EngineThread
     from engine.runtime.errors import ModelError
     from engine.runtime.llm import sampling_defaults
     from harness.serve.apart import Apart
-    from harness.serve.app import build_app
-    from harness.serve.limits import Listener
 
     try:
         defaults = sampling_defaults(config.model.path, flags.generation_config)
     except ModelError as error:
         raise ConfigError("model.path", str(error)) from error
-
-    def front(facts: EngineFacts, link: Link) -> None:
-        app = build_app(
-            AsyncEngine(facts, link),
-            model=flags.model_name or served_name(config),
-            root=config.model.path,
-            defaults=defaults,
-            most_requests=flags.max_requests,
-            api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
-        )
-        Listener(app).run(sockets=[listener])
-
-    with Apart(front) as apart:
+    with Apart(
+        listener,
+        model=flags.model_name or served_name(config),
+        root=config.model.path,
+        defaults=defaults,
+        most_requests=flags.max_requests,
+        api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
+    ) as apart:
         engine = build_engine(config, keep_events=flags.kv_events is not None)
         publisher = _kv_events(engine, flags)
         say(str(engine.capacity))

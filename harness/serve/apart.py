@@ -1,28 +1,32 @@
 """The HTTP server in a process of its own, so that no body that it reads holds up a step of the engine.
 
-The process is forked before a model is loaded: it shares the modules and no tensor. Both sides exchange the messages of
+The process is forked before a model is loaded: it shares the modules and no tensor. Where another thread lived at the
+fork, whose locks it would keep for ever, it is a new interpreter instead. Both sides exchange the messages of
 `engine.runtime.async_engine` through one pipe. Signals go to the server, which ends its streams and tells the engine.
 """
 
 import multiprocessing
 import os
 import signal
+import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from queue import SimpleQueue
 from types import FrameType
+from typing import Any
 
-from engine.runtime.async_engine import Command, Deliver, Delivery, EngineFacts, EngineThread, Link
+from engine.runtime.async_engine import AsyncEngine, Command, Deliver, Delivery, EngineFacts, EngineThread
 from engine.runtime.engine import EngineCounters
 from engine.runtime.errors import EngineDeadError
 from engine.runtime.requests import RequestOutput
 from harness.config.errors import UserError
+from harness.serve.app import build_app
+from harness.serve.limits import Listener
 
-Front = Callable[[EngineFacts, Link], None]
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -60,12 +64,16 @@ class _Pipe:
 
 
 class Apart:
-    """The process of a server. Make it before the model is loaded, and within its block call `run`."""
+    """The process of a server. Make it before the model is loaded, and within its block call `run`.
 
-    def __init__(self, front: Front) -> None:
-        context = multiprocessing.get_context("fork")
+    `options` are those of `build_app`.
+    """
+
+    def __init__(self, listener: socket.socket, **options: Any) -> None:
+        context: Any = multiprocessing.get_context("fork" if _alone() else "spawn")
         self._connection, theirs = context.Pipe()
-        self._process: BaseProcess = context.Process(target=_begin, args=(front, theirs, self._connection))
+        given = (listener, options, theirs, self._connection)
+        self._process: BaseProcess = context.Process(target=_begin, args=given)
         self._process.start()
         theirs.close()
 
@@ -90,7 +98,7 @@ class Apart:
             self._process.join()
         if came:
             signal.raise_signal(came[0])
-        if self._process.exitcode:
+        elif self._process.exitcode:
             raise UserError(f"the process of the HTTP server ended with exit code {self._process.exitcode}")
 
     def _send(self, outbox: "SimpleQueue[Delivery]") -> None:
@@ -124,9 +132,21 @@ def _light(item: tuple[int, RequestOutput | Exception]) -> tuple[int, RequestOut
     return number, output
 
 
-def _begin(front: Front, connection: Connection, other: Connection) -> None:
+def _alone() -> bool:
+    """Whether no other thread lives at a fork. Libraries of linear algebra end theirs before one, so one is made."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return len(os.listdir("/proc/self/task")) == 1
+
+
+def _begin(
+    listener: socket.socket, options: Mapping[str, Any], connection: Connection, other: Connection
+) -> None:
     """The process of the server: a terminal's signals come by way of the engine's process."""
     os.setsid()
     other.close()
     with suppress(EOFError):  # the engine could not be made
-        front(connection.recv(), _Pipe(connection))
+        engine = AsyncEngine(connection.recv(), _Pipe(connection))
+        Listener(build_app(engine, **options)).run(sockets=[listener])

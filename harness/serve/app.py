@@ -75,9 +75,8 @@ class Server:
     most_requests: int  # in progress at once; further ones are refused
     started: int
     root: str | None = None
-    defaults: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # sampling parameters that requests may leave out
+    # sampling parameters that requests may leave out
+    defaults: Mapping[str, Any] = field(default_factory=dict)
     under_way: int = 0
     longest_token: int = 0  # characters; 0: not known yet
 

@@ -15,9 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 MAX_BODY_BYTES = 16 << 20  # JSON takes up to 18 times as much memory once it is parsed
 HEAD_S = 20.0  # for the line and the headers of a request
 BODY_S = 30.0  # between two parts of a body
-LARGE_BYTES = (
-    1 << 20
-)  # a body is large from here on: its parts are taken with pauses, for which others need not wait
+# a body is large from here on: its parts are taken with pauses, for which others need not wait
+LARGE_BYTES = 1 << 20
 PAUSE_S = 0.01
 
 

@@ -16,29 +16,21 @@ from engine.runtime.params import MAX_COUNT, MAX_LOGPROBS, OutputKind, SamplingP
 from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import chat_prompt, encode_text
 
+# fields of a number, a text or an object that this server has no use for
+_LEFT_OUT = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "chat_template"),
+    *("kv_transfer_params", "audio", "prediction", "verbosity", "web_search_options"),
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for nothing
+    **dict.fromkeys(_LEFT_OUT, (None,)),
+    **dict.fromkeys(("tools", "functions", "documents", "logits_processors"), (None, [])),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "best_of": (None, 1),
     "suffix": (None, ""),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "modalities": (None, ["text"]),
     "store": (None, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),  # says nothing without tools
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "documents": (None, []),
-    "chat_template": (None,),
-    "logits_processors": (None, []),
-    "kv_transfer_params": (None,),
-    "audio": (None,),
-    "prediction": (None,),
     "reasoning_effort": (None, "none"),
-    "verbosity": (None,),
-    "web_search_options": (None,),
 }
 MAX_DIGITS = 18  # of a token id in text
 MAX_SALT = 1024  # characters

@@ -23,9 +23,8 @@ from traces.trace import Trace
 class PredictedRun:
     """The simulated run of a deployment's requests. Request i is the i-th of the deployment; times in seconds."""
 
-    seen_s: (
-        FloatArray  # when the first step began after the server's front end: what an engine logs as the entry
-    )
+    # when the first step began after the server's front end: what an engine logs as the entry
+    seen_s: FloatArray
     arrival_s: FloatArray
     first_token_s: FloatArray
     last_token_s: FloatArray

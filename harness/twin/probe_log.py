@@ -59,9 +59,8 @@ class _Reader:
     log: RequestLog
     batch: StepReader
     requests: dict[int, _Request] = field(default_factory=dict)
-    steps: list[tuple[int, ...]] = field(
-        default_factory=list
-    )  # start, policy, model, commit, running, waiting, free
+    # start, policy, model, commit, running, waiting, free
+    steps: list[tuple[int, ...]] = field(default_factory=list)
     lost: int = 0
 
     def read(self, record: Mapping[str, Any], line: int) -> None:

@@ -382,9 +382,8 @@ def optimal_hit_tokens(point: Point, log: RunLog) -> int:
         held.append(request.identity.generated_hashes(0, size) or hashes)
     rows = {row.request_id: (index, row.priority) for index, row in enumerate(point.trace.requests)}
     by_priority = point.limits.policy is Scheduling.priority
-    events: list[
-        tuple[float, int, int, int, bool]
-    ] = []  # at one time: admissions first, in the order of the queue
+    # at one time: admissions first, in the order of the queue
+    events: list[tuple[float, int, int, int, bool]] = []
     columns = [log.requests[name] for name in ("request_id", "first_scheduled_s", "finish_s")]
     for request_id, first_s, finish_s in zip(*columns, strict=True):
         index, priority = rows[int(request_id)]

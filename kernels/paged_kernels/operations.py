@@ -188,7 +188,8 @@ def paged_attention_decode(
     Returns `out` `[rows, heads, dv]`; fills `lse` `[rows, heads]` (natural log) if given. A row of length 0 gives
     zeros and -inf. Table entries after a sequence's last block may be anything. `num_splits` fixes in how many parts
     the Triton kernel reads each sequence; None balances them on the device. `validate` checks lengths and tables,
-    which waits for the device (never during graph capture). Raises a `KernelError` before anything is launched.
+    which waits for the device (never during graph capture): without it, a wrong one on a GPU gives wrong numbers or
+    reads other memory. On a CPU they are always checked. Raises a `KernelError` before anything is launched.
     """
     if num_splits is not None and not 1 <= num_splits <= 256:
         raise arguments.OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
@@ -285,15 +286,20 @@ def _copy_result(
 
 
 def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
-    """Check a batch before it runs. Values are checked only if `validate`. Raises a `KernelError`."""
+    """Check a batch before it runs, its values on a CPU or if `validate`. Raises a `KernelError`."""
     arguments.check_caches(batch.key_cache, batch.value_cache)
     arguments.check_queries(batch.q, batch.key_cache)
     arguments.check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
     arguments.check_scoring(scoring, batch.q)
-    if validate:
+    if _checks_values(batch.seq_lens, validate=validate):
         arguments.check_values(
             batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q)
         )
+
+
+def _checks_values(values: torch.Tensor, *, validate: bool) -> bool:
+    """Whether values are checked: always where the host has them, so that nothing waits for a device."""
+    return validate or values.device.type == "cpu"
 
 
 def cascade_attention_decode(
@@ -378,7 +384,7 @@ def _check_groups(
     for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
         if tensor.device != batch.q.device:
             raise arguments.DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
-    if not validate or not arguments.can_read_values(lens):
+    if not _checks_values(lens, validate=validate) or not arguments.can_read_values(lens):
         return
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
     prefixes = batch._replace(block_table=tables, seq_lens=lens, cu_seqlens_q=bounds)
@@ -438,14 +444,14 @@ def reshape_and_cache(
 ) -> None:
     """Write keys and values `[tokens, kv_heads, dim]` to slots (block x block_size + offset); slot -1 skips a token.
 
-    An fp8 cache stores key / `k_scale` and value / `v_scale`, clamped to its range. `validate` checks the slots, which
-    waits for the device (never during graph capture). Raises a `KernelError` before anything is written.
+    An fp8 cache stores key / `k_scale` and value / `v_scale`, clamped to its range. `validate` checks the slots, as in
+    `paged_attention_decode`. Raises a `KernelError` before anything is written.
     """
     arguments.check_caches(key_cache, value_cache)
     _check_rows("key", key, key_cache)
     _check_rows("value", value, value_cache)
     arguments.check_scales(k_scale, v_scale)
-    if validate:
+    if _checks_values(slot_mapping, validate=validate):
         arguments.check_slots(slot_mapping, key.shape[0], key_cache)
     given = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
     demand = Demand.of(key, key_cache, value_cache)

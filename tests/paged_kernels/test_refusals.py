@@ -97,11 +97,30 @@ def test_every_refusal_is_a_kernel_error_and_a_value_error():
     )
 
 
-def test_values_are_not_looked_at_where_the_caller_vouches_for_them():
+def test_entries_behind_the_end_are_never_looked_at():
     table = build_case(SPEC).block_table
-    table[1, 5] = -7  # behind the end: never looked at
+    table[1, 5] = -7
     decode(block_table=table)
-    assert decode(seq_lens=build_case(SPEC).seq_lens, validate=False).isfinite().all()
+
+
+@pytest.mark.parametrize("backend", ["torch", "torch_ref"])
+def test_on_a_cpu_a_callers_word_does_not_replace_the_check(backend):
+    table = build_case(SPEC).block_table
+    table[0, 0] = 99
+    with pytest.raises(TableError, match=r"block_table\[0, 0\] is 99"):
+        decode(block_table=table, validate=False, backend=backend)
+    case = build_case(SPEC)
+    with pytest.raises(TableError, match="slots from -3 to -3"):
+        reshape_and_cache(
+            case.key_cache[0, :1], case.value_cache[0, :1], case.key_cache, case.value_cache,
+            torch.tensor([-3]), validate=False,
+        )  # fmt: skip
+    lens = torch.full((1,), 10**6)
+    with pytest.raises(TableError, match="a sequence of 1000000 tokens"):
+        cascade_attention_decode(
+            case.q, case.key_cache, case.value_cache, case.block_table[:1], lens, case.block_table,
+            case.seq_lens, scale=1.0, validate=False,
+        )  # fmt: skip
 
 
 def test_more_queries_than_cached_tokens_are_refused():

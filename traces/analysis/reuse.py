@@ -303,9 +303,8 @@ def reuse_profile(
         more = _spare(prompt, before + 1, takes_more)[prompt] > before + 1
         latest = np.maximum.accumulate(np.where(takes_more, np.arange(len(rows)), -1))
         latest = np.concatenate([[-1], latest])[prompt]
-        above = np.full(
-            len(rows) + 1, -1
-        )  # so many blocks a pool takes that block of the prompt; last: no prompt
+        # so many blocks a pool takes that block of the prompt; last: no prompt
+        above = np.full(len(rows) + 1, -1)
         for place in np.flatnonzero(again & ~partial[prompt]).tolist():
             full = distance[place] + blocks[place]
             above[prompt[place]] = full - 1 + (more[place] and full > above[latest[place]])

@@ -17,9 +17,8 @@ from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Eviction
 
 _Key = float | int
-_Entry = tuple[
-    _Key, int, int, int, list[Any]
-]  # key, number of its run, place from the end, block, what follows it
+# key, number of its run, place from the end, block, what follows it
+_Entry = tuple[_Key, int, int, int, list[Any]]
 
 
 class RankedQueue(EvictionPolicy):

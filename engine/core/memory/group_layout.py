@@ -15,9 +15,8 @@ from engine.core.options import GroupKind, GroupPages, StateMode, WindowHits
 _SPANS = (GroupKind.window, GroupKind.chunk)  # kinds that see so many tokens alone
 _ENDLESS = 1 << 30  # tokens of a block that never ends: one state serves a whole sequence
 _STATE_KEEPS = 2  # a state stands for all tokens before it: like a window that sees the token before alone
-_ALIGNED_TOKENS = (
-    16  # attention blocks beside a state are multiples of a block that has at least so many tokens
-)
+# attention blocks beside a state are multiples of a block that has at least so many tokens
+_ALIGNED_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)

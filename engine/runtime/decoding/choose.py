@@ -22,6 +22,7 @@ from engine.runtime.decoding.generation import (
     TokenLogprobs,
     best_continuations,
     candidates_of,
+    own_continuations,
 )
 from engine.runtime.decoding.sample import Draw, change_logits, draw_all
 from engine.runtime.errors import NaNLogitsError
@@ -116,19 +117,19 @@ def advance_searches(
 ) -> dict[int, list[int]]:
     """Advance every beam search among the `wanted` rows. Returns the parents of its new hypotheses by request.
 
-    Requests with equally many hypotheses and candidates are computed together.
+    Requests of one kind with equally many hypotheses and candidates are computed together.
     """
     members: dict[int, list[int]] = defaultdict(list)
     for index in wanted:
         members[rows[index].request_id].append(index)
-    alike: dict[tuple[int, int], list[int]] = defaultdict(list)
+    alike: dict[tuple[int, int, bool], list[int]] = defaultdict(list)
     for request_id, mine in members.items():
         mine.sort(key=lambda index: rows[index].branch)
         generation = generations[request_id]
         count = candidates_of(generation.rules, generation.request.width)
-        alike[len(mine), count].append(request_id)
+        alike[len(mine), count, generation.rules.every_end].append(request_id)
     parents: dict[int, list[int]] = {}
-    for (_, count), request_ids in alike.items():
+    for (_, count, _), request_ids in alike.items():
         places = torch.tensor([members[request_id] for request_id in request_ids], device=logits.device)
         chosen = [generations[request_id] for request_id in request_ids]
         parents.update(zip(request_ids, _advance_alike(logits[places], chosen, count), strict=True))
@@ -141,7 +142,8 @@ def _advance_alike(logits: torch.Tensor, generations: Sequence[Generation], coun
     known = np.stack(
         [generation.search.scores[:hypotheses] for generation in generations if generation.search]
     )
-    best = best_continuations(logits, torch.from_numpy(known).to(logits.device), count)
+    find = own_continuations if generations[0].rules.every_end else best_continuations
+    best = find(logits, torch.from_numpy(known).to(logits.device), count)
     columns = (column.cpu().numpy() for column in (best.parents, best.tokens, best.scores))
     return [
         _advance_one(generation, hypotheses, *candidates)

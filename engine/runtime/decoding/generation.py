@@ -5,7 +5,7 @@ A branch is one of the parallel samples, or one hypothesis of a beam search.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,7 @@ from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.runtime.params import DEFAULT_RULES, DecodingRules
 
-FloatArray = npt.NDArray[np.float32]
+FloatArray = npt.NDArray[np.floating[Any]]
 
 _NEVER = np.float32(-1.0e9)  # transformers adds this to a score that must not win
 
@@ -27,7 +27,7 @@ class Candidates(NamedTuple):
 
     parents: torch.Tensor  # int64, the hypothesis that is continued
     tokens: torch.Tensor  # int64
-    scores: torch.Tensor  # float32
+    scores: torch.Tensor  # float32; float64 where every end counts
 
 
 class Selection(NamedTuple):
@@ -39,8 +39,11 @@ class Selection(NamedTuple):
 
 
 def candidates_of(rules: DecodingRules, width: int) -> int:
-    """How many continuations to look at, so that `width` are left even if end tokens are the best ones."""
-    return max(2, 1 + len(rules.end_ids)) * width
+    """How many continuations to look at: so many that `width` are left even if end tokens are the best ones.
+
+    Where every end counts they are those of each hypothesis.
+    """
+    return 2 * width if rules.every_end else max(2, 1 + len(rules.end_ids)) * width
 
 
 def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates:
@@ -60,6 +63,17 @@ def best_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -
     return Candidates(parents.clamp_max(logits.shape[1] - 1), index % vocab, best)
 
 
+def own_continuations(logits: torch.Tensor, scores: torch.Tensor, count: int) -> Candidates:
+    """The best `count` continuations of each hypothesis, as `best_continuations` has those of all of them.
+
+    `scores` are float64. On a tie the better hypothesis is first.
+    """
+    best, tokens = torch.log_softmax(logits.float(), dim=-1).topk(min(count, logits.shape[2]), dim=2)
+    ordered = (best + scores.unsqueeze(2)).flatten(1).sort(dim=1, descending=True, stable=True)
+    parents = torch.div(ordered.indices, best.shape[2], rounding_mode="floor")
+    return Candidates(parents, tokens.flatten(1).gather(1, ordered.indices), ordered.values)
+
+
 def length_normalised(score: FloatArray, generated: int, length_penalty: float) -> npt.NDArray[np.float64]:
     """Log-probability divided by (length without the prompt) to the power of the penalty, which float32 cannot hold."""
     return np.asarray(score.astype(np.float64) / float(generated) ** length_penalty)
@@ -73,7 +87,7 @@ class BeamSearch:
     """
 
     def __init__(self, width: int, limit: int, rules: DecodingRules) -> None:
-        self.scores = np.zeros(width, dtype=np.float32)
+        self.scores: FloatArray = np.zeros(width, dtype=np.float32)
         self.finished: list[IntArray | None] = [None] * width
         self.finished_scores = np.full(width, -np.inf)
         self.stopped = False
@@ -86,15 +100,13 @@ class BeamSearch:
     ) -> Selection:
         """Take the candidates `[M]`, best first; `outputs` are the ids that each hypothesis has generated so far."""
         generated = len(outputs[0]) + 1
-        if not len(self._ends) and generated < self._limit:
-            # no hypothesis can finish before the limit: the best candidates continue
-            best = slice(self._width)
-            self.scores[: len(scores[best])] = scores[best]
-            return Selection(parents[best].tolist(), tokens[best].tolist(), stop=False)
         hits = np.isin(tokens, self._ends) | (generated >= self._limit)
         lowered = (scores + hits * _NEVER).astype(np.float32)
         chosen = np.argsort(-lowered, kind="stable")[: self._width]
-        self._finish(parents, tokens, scores, hits, outputs)
+        full = all(ids is not None for ids in self.finished)
+        # transformers lowers scores after closing, so that no candidate can win
+        if self._improvable and not (self._rules.early_stopping is True and full):
+            self._finish(np.flatnonzero(hits[: self._width]), parents, tokens, scores, outputs)
         self._update_improvable(lowered[chosen], generated)
         full = all(ids is not None for ids in self.finished)
         self.stopped = bool(
@@ -105,24 +117,17 @@ class BeamSearch:
 
     def _finish(
         self,
+        ended: IntArray,
         parents: IntArray,
         tokens: IntArray,
         scores: FloatArray,
-        hits: npt.NDArray[np.bool_],
         outputs: Sequence[IntArray],
     ) -> None:
-        """Merge the first `width` candidates that end (`hits`) into `finished`; on a tie the older one wins."""
-        ranked = hits[: self._width]
-        full = all(ids is not None for ids in self.finished)
-        closed = not self._improvable or (self._rules.early_stopping is True and full)
-        # transformers lowers scores after closing, so that no candidate can win
-        if not ranked.any() or closed:
-            return
-        new = length_normalised(scores[: self._width], len(outputs[0]) + 1, self._rules.length_penalty)
-        entries: list[IntArray | None] = list(self.finished)
-        merged = np.concatenate([self.finished_scores, np.where(ranked, new, -np.inf)])
-        for parent, token, ends in zip(parents, tokens, ranked, strict=False):
-            entries.append(np.append(outputs[int(parent)], token) if ends else None)
+        """Merge the candidates `ended` into `finished`; on a tie the older one wins."""
+        new = length_normalised(scores[ended], len(outputs[0]) + 1, self._rules.length_penalty)
+        pairs = zip(parents[ended], tokens[ended], strict=True)
+        entries = [*self.finished, *(np.append(outputs[int(parent)], token) for parent, token in pairs)]
+        merged = np.concatenate([self.finished_scores, new])
         best = np.argsort(-merged, kind="stable")[: self._width]
         self.finished = [entries[int(index)] for index in best]
         self.finished_scores = merged[best]
@@ -138,6 +143,41 @@ class BeamSearch:
         worst = self.finished_scores.min()
         floors = [worst if ids is not None else -np.inf for ids in self.finished]
         self._improvable = self._improvable and any(bool(best[0] > floor) for floor in floors)
+
+
+class EveryEndSearch(BeamSearch):
+    """Beam search in which each end token counts that is among the best continuations of its own hypothesis.
+
+    It is that of vLLM 0.33 (`BeamSearchOfflineMixin` in vllm/entrypoints/generate/beam_search/offline.py), which adds
+    up float32 log-probabilities in float64. It stops where no hypothesis can become one of the best any more; vLLM goes
+    on, for the same beams. Places of hypotheses without a continuation have the score -inf.
+    """
+
+    def __init__(self, width: int, limit: int, rules: DecodingRules) -> None:
+        super().__init__(width, limit, rules)
+        self.scores = np.zeros(width)
+
+    def advance(
+        self,
+        parents: IntArray,
+        tokens: IntArray,
+        scores: FloatArray,
+        outputs: Sequence[IntArray],
+    ) -> Selection:
+        """Take the candidates `[M]`, best first, as `BeamSearch.advance`."""
+        generated, ends = len(outputs[0]) + 1, np.isin(tokens, self._ends)
+        alive = scores > -np.inf
+        ended, going = np.flatnonzero(alive & ends), np.flatnonzero(alive & ~ends)[: self._width]
+        last = generated >= self._limit or not len(going)
+        self._finish(np.append(ended, going) if last else ended, parents, tokens, scores, outputs)
+        self.stopped = last
+        if not last:
+            self._update_improvable(scores[going], generated)
+            self.stopped = not self._improvable
+        lost = self._width - len(going)
+        self.scores = np.append(scores[going], np.full(lost, -np.inf))
+        chosen = [*parents[going].tolist(), *[0] * lost], [*tokens[going].tolist(), *[0] * lost]
+        return Selection(*chosen, self.stopped)
 
 
 class Logprob(NamedTuple):
@@ -214,8 +254,10 @@ class Generation:
         # from the second token on, where the rules ask for them
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.logprobs: list[list[TokenLogprobs]] = [[] for _ in range(request.width)]
-        is_beam = request.decoding is Decoding.beam
-        self.search = BeamSearch(request.width, request.output_tokens, rules) if is_beam else None
+        self.search: BeamSearch | None = None
+        if request.decoding is Decoding.beam:
+            kind = EveryEndSearch if rules.every_end else BeamSearch
+            self.search = kind(request.width, request.output_tokens, rules)
 
     @property
     def ended(self) -> bool:

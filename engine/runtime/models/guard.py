@@ -233,9 +233,8 @@ def check_architecture(model: Any, name: str) -> ArchitectureVerdict:
 
 
 def _verdict(model: Any) -> ArchitectureVerdict:
-    own = (
-        model.config.get_text_config().to_dict().get("head_dim")
-    )  # a config of unlike layers cannot be asked
+    # a config of unlike layers cannot be asked
+    own = model.config.get_text_config().to_dict().get("head_dim")
     for head_dim in [16, own] if isinstance(own, int) and own not in (0, 16) else [16]:
         native = _small_native(model, head_dim)
         if native is None:

@@ -4,10 +4,11 @@ The models are random ones of unmodified transformers classes. Every step is aud
 """
 
 import functools
+import random
 
 import pytest
 from families import build, prompts, unowned_are_void
-from tiers import cases
+from tiers import cases, nights_share
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_tables import BlockTables
@@ -403,6 +404,66 @@ def test_a_model_that_takes_no_draft_model_in_groups_is_refused_when_it_is_loade
 
     with pytest.raises(ModelError, match=said):
         make_llm(family, draft=draft_of("llama"))
+
+
+# -- drawn requests ----------------------------------------------------------------------------------------
+
+SEEDS = (3, 8)
+KINDS = ("samples", "beams", "drafts")
+DRAWN = (*MIXED, "llama", "deepseek_v2", "qwen3_next", "falcon_h1", "lfm2")
+
+
+def asked_of(model, prompt, new, width):
+    """The `width` beams of transformers after a prompt; of one beam its greedy tokens."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    kept = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": new, "do_sample": False}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[:, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@cases("seed", (*SEEDS, *nights_share(range(100, 10_000), 20)), day=SEEDS[:1])
+def test_drawn_requests_in_groups_are_answered_as_by_transformers(seed, kind):
+    import torch
+
+    from engine.runtime.models.load import original_model
+    from engine.runtime.params import SamplingParams
+
+    rng = random.Random(f"{seed} {kind}")
+    family = rng.choice(DRAWN[:-3] if kind == "drafts" else DRAWN)  # a state takes no draft token back
+    new, width = rng.randint(2, 24), rng.randint(2, 5)
+    asked = [[rng.randrange(256) for _ in range(rng.randint(1, 70))] for _ in range(rng.randint(2, 5))]
+    asked.append([*asked[0][: rng.randint(1, 70)], rng.randrange(256)])
+    memory, groups = rng.choice(sorted(MEMORY)), rng.choice(("uniform", *PAGES))
+    drafts = {"draft": draft_of(family), "draft_tokens": rng.randint(1, 5)} if kind == "drafts" else {}
+    modes = {"draft_mode": rng.choice(("lookahead", "fork", "whole"))} if drafts else {}
+    llm = make_llm(
+        family, budget=rng.choice((9, 16, 33, 64)), pool_tokens=rng.randint(600, 900), groups=groups,
+        block_size=rng.choice((1, 2, 3, 4, 6, 8, 16)), prefix_caching=rng.random() < 0.7,
+        scheduling={"preemption": memory}, **MEMORY[memory], **drafts, **modes,
+    )  # fmt: skip
+    params = {
+        "samples": {"n": width, "temperature": 1.0, "seed": seed, "logprobs": 0},
+        "beams": {"beam_width": width},
+        "drafts": {"temperature": 0},
+    }[kind]
+    for _ in range(2):  # the second time with hits
+        done = llm.generate(asked, SamplingParams(max_tokens=new, **params))
+        with original_model(loaded(family)) as model, torch.inference_mode():
+            for prompt, found in zip(asked, done, strict=True):
+                said = [one.token_ids for one in found.outputs]
+                if kind != "samples":
+                    assert said == asked_of(model, prompt, new, len(said))
+                    continue
+                assert len(said) == width
+                for one in found.outputs:
+                    ids = torch.tensor([prompt + one.token_ids])
+                    wanted = model(ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+                    wanted = wanted.gather(1, torch.tensor(one.token_ids)[:, None])[:, 0].tolist()
+                    assert [each.logprob for each in one.logprobs] == pytest.approx(wanted, abs=1e-3)
+    llm.scheduler.manager.check()
+    assert llm.runner.audits == llm.engine.counters.steps
 
 
 # -- 8 bits ------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 import os
 import signal
 import socket
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -40,23 +43,18 @@ def stopped(address):
 def test_a_server_apart_answers_as_one_beside_its_engine_and_ends_its_streams_at_a_signal(monkeypatch):
     import torch
 
-    from engine.runtime.async_engine import AsyncEngine, EngineFacts, EngineThread
+    from engine.runtime.async_engine import EngineFacts, EngineThread
     from engine.runtime.models.load import load_model
     from engine.runtime.models.spec import ModelSpec
     from harness.serve.apart import Apart
-    from harness.serve.app import build_app
-    from harness.serve.limits import Listener
 
     torch.set_num_threads(1)
     listener, came = socket.create_server(("127.0.0.1", 0)), []
     address = f"http://127.0.0.1:{listener.getsockname()[1]}"
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
 
-    def front(facts, link):
-        Listener(build_app(AsyncEngine(facts, link), model="tiny")).run(sockets=[listener])
-
     try:
-        with Apart(front) as apart, ThreadPoolExecutor() as pool:
+        with Apart(listener, model="tiny") as apart, ThreadPoolExecutor() as pool:
             engine = build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))
             with served(engine) as beside:
                 wanted = told_of(beside)
@@ -78,3 +76,34 @@ def test_a_server_apart_answers_as_one_beside_its_engine_and_ends_its_streams_at
     assert "the engine has ended" in last[0]
     assert last[1] == "data: [DONE]"
     assert came == [signal.SIGTERM]
+
+
+# what `serve` has loaded when it makes the process
+FORKS = """
+import os, socket
+from engine.runtime.async_engine import EngineFacts, EngineThread
+from engine.runtime.llm import sampling_defaults
+from harness.serve import build_engine
+from harness.serve.apart import Apart
+sampling_defaults(None)
+with Apart(socket.create_server(("127.0.0.1", 0)), model="tiny") as apart:
+    assert type(apart._process).__name__ == "ForkProcess"
+    assert len(os.listdir("/proc/self/task")) == 1
+"""
+
+
+def test_at_a_fork_no_thread_lives_but_the_main_one():
+    subprocess.run([sys.executable, "-c", FORKS], check=True)
+
+
+def test_beside_a_thread_the_process_is_no_fork():
+    """The thread may hold a lock, which a fork would keep for ever."""
+    from harness.serve.apart import Apart
+
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    with Apart(socket.create_server(("127.0.0.1", 0)), model="tiny") as apart:
+        process = apart._process
+        assert type(process).__name__ == "SpawnProcess"
+    over.set()
+    assert process.exitcode == 0  # it ends where no engine comes
