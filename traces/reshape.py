@@ -131,7 +131,8 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     choices = np.minimum(
         np.searchsorted(zipf_cumulative(num_prefixes, zipf), drawn, "right"), num_prefixes - 1
     )
-    part = _part_for(share, rows.prompt_tokens, choices, num_prefixes)
+    texts = choices + num_prefixes * trace.tenants  # a text of another tenant is another one
+    part = _part_for(share, rows.prompt_tokens, texts, num_prefixes)
     shared = _begun(part, rows.prompt_tokens)
     tokens = np.stack([shared, rows.prompt_tokens - shared], axis=1)
     keys = np.stack(

@@ -302,6 +302,14 @@ class Trace:
         return state.hexdigest()
 
     @property
+    def tenants(self) -> Ints:
+        """A number for each request, equal for equal salts: only such requests share prefixes."""
+        rows, numbers = self.columns, dict[str, int]()
+        if rows.others is None:
+            return np.zeros(len(rows), np.int64)
+        return np.array([numbers.setdefault(salt, len(numbers)) for salt in rows.values("salt")], np.int64)
+
+    @property
     def mean_rate(self) -> float | None:
         """Requests per second between the first arrival and the last; None where all arrive at one instant."""
         times = self.columns.arrival_us

@@ -218,10 +218,8 @@ def _rates(
             last = case.made[-1]
             if any(not goal.upper for goal in last.broken):
                 least = "a goal of at least so much may need more; leave it out, no rate is searched for it"
-                return NoEdge(
-                    f"the lowest rate that was tried does not meet it{which}. {_there(last)}: {least}",
-                    endless=False,
-                )
+                text = f"the lowest rate that was tried does not meet it{which}. {_there(last)}: {least}"
+                return NoEdge(text, endless=False)
             return NoEdge(f"no rate meets it{which}. {_there(last)}", endless=False)
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO{which}", endless=True)
@@ -387,20 +385,18 @@ def best_block_size(
     question = "block size with the highest rate that meets the SLO"
     if reason := too_few(case):
         return CapacityAnswer(question, "tokens", None, reason)
-    choices: list[tuple[float, Estimate | None]] = []
-    failed: dict[int, NoEdge] = {}
+    found = dict[float, Estimate | NoEdge]()
     for size in sorted(set(sizes)):
         tell(f"blocks of {size}")
-        found = _rates(case, seeds, precision, tell, {"cache.block_size": size})
-        if isinstance(found, NoEdge):
-            failed[size] = found
-        choices.append((size, None if isinstance(found, NoEdge) else found))
-    rates = {size: rate for size, rate in choices if rate is not None}
+        found[size] = _rates(case, seeds, precision, tell, {"cache.block_size": size})
+    failed = {size: edge for size, edge in found.items() if isinstance(edge, NoEdge)}
+    rates = {size: edge for size, edge in found.items() if isinstance(edge, Estimate)}
+    choices = tuple((size, rates.get(size)) for size in found)
     if not rates or any(edge.endless for edge in failed.values()):
         reason = "; ".join(f"blocks of {size}: {edge.reason}" for size, edge in failed.items())
-        return CapacityAnswer(question, "tokens", None, reason, tuple(choices))
+        return CapacityAnswer(question, "tokens", None, reason, choices)
     best = max(rates, key=lambda size: (rates[size].mean, -size))
-    return CapacityAnswer(question, "tokens", estimate([best]), _lead(rates, best, precision), tuple(choices))
+    return CapacityAnswer(question, "tokens", estimate([best]), _lead(rates, best, precision), choices)
 
 
 def _lead(rates: Mapping[float, Estimate], best: float, precision: float) -> str:

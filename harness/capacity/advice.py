@@ -241,16 +241,13 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
         try:
             trial = case.run({**changes, "device.data_parallel": count}, rate=asked)
         except ConfigError as error:
-            return (
-                now,
-                f"For {asked:.3g} requests/s about {_gpus(first * each, device.name)}, not tried: {error}.",
-            )
+            about = f"For {asked:.3g} requests/s about {_gpus(first * each, device.name)}"
+            return now, f"{about}, not tried: {error}."
         if trial.met:
             text = f"For the {asked:.3g} requests/s simulated: {_gpus(count * each, device.name)}"
             return count, f"{text} ({count} replicas), which was tried."
-    return now, (
-        f"For the {asked:.3g} requests/s simulated not even {_gpus(count * each, device.name)} do: {trial.why()}."
-    )
+    text = f"For the {asked:.3g} requests/s simulated not even {_gpus(count * each, device.name)} do"
+    return now, f"{text}: {trial.why()}."
 
 
 def _headroom(case: LoadCase, answer: CapacityAnswer, replicas: int) -> str:
@@ -279,9 +276,8 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
     )
     if slow.broken:
         tell("an SLO that would do")
-        found = highest_rate(
-            LoadCase(case.config, relaxed, case.recorded, case.requests), 1, 4 * PRECISION, tell
-        )
+        other = LoadCase(case.config, relaxed, case.recorded, case.requests)
+        found = highest_rate(other, 1, 4 * PRECISION, tell)
         would = ",".join(f"{one.metric}{'<' if one.upper else '>'}{one.bound:g}" for one in relaxed)
         text = f"An SLO that would do, with a tenth to spare where requests hardly meet: {would}"
         if found.value is not None:
@@ -298,9 +294,8 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
         if trial.met:
             advice.answers.append(f"A device that would do for requests alone: {name}.")
             return
-    advice.answers.append(
-        "No device that was tried would do: " + ", ".join(n for n, _ in _devices(case.config)) + "."
-    )
+    tried = ", ".join(name for name, _ in _devices(case.config))
+    advice.answers.append(f"No device that was tried would do: {tried}.")
 
 
 def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
@@ -308,17 +303,12 @@ def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
     device = config.device
     for count in _PARALLEL:
         if count > device.tensor_parallel:
-            yield (
-                f"{count} x {device.name} (device.tensor_parallel={count})",
-                {"device.tensor_parallel": count},
-            )
+            changes = {"device.tensor_parallel": count}
+            yield f"{count} x {device.name} (device.tensor_parallel={count})", changes
     for name in _DEVICES:
         if name != device.name:
-            found = preset("device", name)
-            yield (
-                name,
-                {f"device.{key}": value for key, value in found.items() if key != "memory_utilization"},
-            )
+            found = preset("device", name).items()
+            yield name, {f"device.{key}": value for key, value in found if key != "memory_utilization"}
 
 
 # -- flags -------------------------------------------------------------------------------------------------
@@ -344,9 +334,8 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
                     trial = case.run({key: value}, rate=rate, busiest=busiest)
             except ConfigError:
                 continue  # this value is not allowed here
-            found.append(
-                FlagEffect(key, value, trial, trial.worst(case.slo) / max(base.worst(case.slo), 1e-9))
-            )
+            worse = trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)
+            found.append(FlagEffect(key, value, trial, worse))
     return sorted(found, key=lambda one: -max(one.worse, 1 / max(one.worse, 1e-9)))
 
 
@@ -433,10 +422,8 @@ def best_rule(paths: PrefixPaths, size: int, blocks: int) -> tuple[Eviction, flo
     ratios = {}
     prompts = paths.named_blocks(size)
     for rule in Eviction:
-        pool, hits = (
-            BlockPool(blocks, eviction=new_policy(rule, pinned=RunConfig().cache.pinned_tokens // size)),
-            0,
-        )
+        policy = new_policy(rule, pinned=RunConfig().cache.pinned_tokens // size)
+        pool, hits = BlockPool(blocks, eviction=policy), 0
         for row, names in zip(rows, prompts, strict=True):
             if len(names) > blocks:
                 continue

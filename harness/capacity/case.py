@@ -51,7 +51,7 @@ _LEAST_GROWTH = 0.01  # of the arriving requests
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
-NOT_SAMPLED = "not among those that are simulated (--requests)"
+NOT_SAMPLED = "not in the windows that are simulated (advise --requests takes more)"
 LOST = {
     "rejected": "were rejected",
     "unfinished": "did not finish",
@@ -177,7 +177,9 @@ class LoadCase:
     _known: dict[Any, Trial] = field(default_factory=dict, repr=False, init=False)
 
     def __post_init__(self) -> None:
-        """Nothing is measured, and requests that cannot be served are counted."""
+        """Nothing is measured, and requests that cannot be served are counted. Raises UserError for no requests."""
+        if self.requests is not None and self.requests < 1:
+            raise UserError("--requests: must be at least 1")
         alone = {
             "measure": False,
             "replay.optimum": False,

@@ -200,11 +200,8 @@ def _csv(case: LoadCase) -> str:
     for trial in case.made:
         facts = [trial.rate, *_memory(case, trial), trial.seed, trial.end, int(trial.met), trial.growth]
         cells = [*facts, *(trial.metrics.get(name) for name in names)]
-        lines.append(
-            ",".join(
-                cell if isinstance(cell, str) else "" if cell is None else f"{cell:.9g}" for cell in cells
-            )
-        )
+        said = (cell if isinstance(cell, str) else "" if cell is None else f"{cell:.9g}" for cell in cells)
+        lines.append(",".join(said))
     return "\n".join(lines) + "\n"
 
 

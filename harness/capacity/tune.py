@@ -8,7 +8,7 @@ over its spreads). What the cells may be is drawn from that. The cell that is me
 often the best of them, and the *regret* of a choice is how much worse it is than the best, in 19 of 20 draws at most.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -80,7 +80,8 @@ class _Grid:
     points: tuple[PlannedPoint, ...]
     values: list[list[str]]
     predicted: list[Figures]
-    refused: int  # cells at which requests are not served
+    served: int  # requests at each of them
+    refused: int  # cells at which fewer are served
     session: PointSession
     runs: dict[int, list[Figures]]
 
@@ -94,18 +95,22 @@ class _Grid:
         points = plan_sweep(request, session).points
         if not points[0].config.measure:
             raise UserError("--measure N measures: leave out measure=false")
-        found = []
+        found, counts = [], []
         for planned in points:
             point = resolve(planned.config)
             cost = calibrated_cost(point.deployment, None, session.repeated)
             found.append(predict(point, cost, rows=False))
-        kept = [at for at, one in enumerate(found) if not any(one.outcome.get(name) for name in LOST)]
-        if not kept:
+            lost = any(found[-1].outcome.get(name) for name in LOST)
+            counts.append(0 if lost else len(point.trace.requests))
+        served = max(counts)
+        kept = [at for at, count in enumerate(counts) if count == served]
+        if not served:
             raise UserError("--measure N: at every cell of the grid there are requests that are not served")
         given = [dict(text.split("=", 1) for text in points[at].overrides) for at in kept]
         values = [[each[key] for key in request.varying] for each in given]
         chosen = tuple(points[at] for at in kept)
-        return cls(chosen, values, [found[at].metrics for at in kept], len(points) - len(kept), session, {})
+        predicted: list[Figures] = [found[at].metrics for at in kept]
+        return cls(chosen, values, predicted, served, len(points) - len(kept), session, {})
 
     def measure(self, place: int) -> list[Figures]:
         """Measure a cell; the figures of its runs."""
@@ -114,8 +119,8 @@ class _Grid:
         return self.runs[place]
 
 
-def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], None]) -> list[str]:
-    """The best cell of the grid that `words` span, as overrides of a sweep, in sentences.
+def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], None]) -> Iterator[str]:
+    """The best cell of the grid that `words` span, as overrides of a sweep, in sentences: first what is measured.
 
     Raises:
         UserError: there is no grid, a cell is not allowed, or no run has a figure of the SLO.
@@ -124,6 +129,7 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
         "all cells are predicted; where this device is not calibrated, that comes first and takes a minute or more"
     )
     grid = _Grid.of(words)
+    yield str(LoadCase(grid.points[0].config, slo, requests=grid.served).scope)
     scores = [score(slo, one) for one in grid.predicted]
     if not min(scores) > 0 or any(goal.metric not in one for goal in slo for one in grid.predicted):
         names = " or ".join(goal.metric for goal in slo)
@@ -135,19 +141,17 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
         tell(f"measuring {grid.points[place].label}")
         return [score(slo, one) for one in grid.measure(place)]
 
-    return _said(grid, slo, tune(grid.values, scores, measure, most))
+    yield from _said(grid, slo, tune(grid.values, scores, measure, most))
 
 
 def _said(grid: _Grid, slo: Slo, found: Tuned) -> list[str]:
-    first, best = LoadCase(grid.points[0].config, slo), grid.points[found.place]
-    figures = _medians(grid, slo, found.place)
+    best, figures = grid.points[found.place], _medians(grid, slo, found.place)
     shown = ", ".join(f"{name} {_figure(name, value)}" for name, value in figures.items())
     broken = ", ".join(map(str, broken_goals(slo, figures)))
     total = len(grid.points)
     engine = "vLLM" if grid.points[0].config.engine.on_vllm else "PageTwin's engine"
     worst = max(slo, key=lambda goal: goal.share(figures))
     lines = [
-        str(first.scope),
         f"Best of {total} cells, {len(found.cells)} of them measured on {engine}: {best.label}: {shown}"
         + (f". It does not hold {broken}." if broken else "."),
         f"Regret: {regret_words(found, worst)} that of the best of all {total} cells. Two cells that are equal differ "
@@ -156,7 +160,7 @@ def _said(grid: _Grid, slo: Slo, found: Tuned) -> list[str]:
     if not found.known:
         lines.append("That is more than the noise: measure more cells, or write fewer.")
     if grid.refused:
-        lines.append(f"Left out: {grid.refused} cells at which requests are not served.")
+        lines.append(f"Left out: {grid.refused} cells at which fewer requests are served.")
     lines += [
         f"  {grid.points[at].label}: {_beside(grid, slo, at)}" for at in (one.place for one in found.cells)
     ]

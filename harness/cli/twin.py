@@ -223,6 +223,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     flags = arguments.flags
     log = read_engine_log(Path(flags.from_log).expanduser())
     found = configured(log, arguments.overrides)
+    say(log.scope)
     say(log.client)
     for warning in found.warnings:
         remark(warning)

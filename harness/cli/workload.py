@@ -101,10 +101,17 @@ def _run_capacity(arguments: Arguments) -> int:
     from harness.capacity.case import LoadCase
     from harness.capacity.page import CapacityStudy, answer_text, notes, rate_words, write_study
     from harness.capacity.slo import parse_slo
+    from harness.config.values import replaced
 
     out = out_folder(flags.out)
-    case = LoadCase(_capacity_config(arguments.overrides), parse_slo(flags.slo))
+    config = _capacity_config(arguments.overrides)
+    case = LoadCase(config, parse_slo(flags.slo))
     say(str(case.scope))
+    for seed in range(1, flags.seeds if case.draws else 1):
+        drawn = replaced(config, {"workload.seed": config.workload.seed + seed})
+        scope = LoadCase(drawn, case.slo).scope
+        if scope.left_out != case.scope.left_out:
+            say(f"Seed {drawn.workload.seed}: {scope}")
     answer = _answer(case, flags)
     rate = answer.value.mean if answer.value and flags.find == "rate" else None
     shown = curve(case, rate, flags.seeds) if rate else case.made
@@ -164,11 +171,9 @@ def _settings(case: "LoadCase", overrides: Sequence[str], flags: argparse.Namesp
     config = case.config
     deployment = deployment_of(config)
     pool, source = deployment.pool, cost_model(deployment).source
+    words = [f"python -m harness capacity --find {flags.find} --slo '{flags.slo}'", *overrides]
     return [
-        (
-            "command",
-            " ".join([f"python -m harness capacity --find {flags.find} --slo '{flags.slo}'", *overrides]),
-        ),
+        ("command", " ".join(words)),
         ("model", config.model.name),
         ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
         ("cost model", f"{source.kind}: {source.name}"),
@@ -194,7 +199,7 @@ def _add_advise(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measure", type=int, metavar="N", help=measured)
 
 
-def _run_chats(arguments: Arguments) -> int:
+def _run_chats(arguments: Arguments, source: Path) -> int:
     """Count the prefix cache of a log of chat requests and print; returns the exit code."""
     from harness.capacity.chat import chat_answer, read_chat, tokenizer_of
 
@@ -209,7 +214,7 @@ def _run_chats(arguments: Arguments) -> int:
             "--model, --device, --slo, --requests, --measure: not with --tokenizer, which counts the prefix cache alone"
         )
     tokenizer = tokenizer_of(flags.tokenizer)
-    log = read_chat(Path(flags.source).expanduser(), tokenizer)
+    log = read_chat(source, tokenizer)
     for line in chat_answer(log, tokenizer, block_size, flags.tokenizer):
         say(line)
     return 0
@@ -220,15 +225,13 @@ def _run_advise(arguments: Arguments) -> int:
     from harness.capacity.advice import advise
     from harness.capacity.slo import parse_slo
 
-    flags = arguments.flags
+    flags, source = arguments.flags, _there(arguments.flags.source)
     if flags.tokenizer:
-        return _run_chats(arguments)
-    if flags.requests is not None and flags.requests < 1:
-        raise UserError("--requests: must be at least 1")
+        return _run_chats(arguments, source)
     words = _words(arguments)
     if flags.measure is not None:
-        return _measure(flags, words, parse_slo(flags.slo))
-    found = case_of(Path(flags.source).expanduser(), words, parse_slo(flags.slo), flags.requests)
+        return _measure(flags, source, words, parse_slo(flags.slo))
+    found = case_of(source, words, parse_slo(flags.slo), flags.requests)
     for line in (str(found.case.scope), *found.said):
         say(line)
     advice = advise(found.case, lambda what: remark(f"simulating: {what}"), found.measured)
@@ -236,10 +239,19 @@ def _run_advise(arguments: Arguments) -> int:
     return 0
 
 
-def _measure(flags: argparse.Namespace, words: list[str], slo: "Slo") -> int:
+def _there(name: str) -> Path:
+    """The file or folder of that name. Raises UserError where there is none."""
+    source = Path(name).expanduser()
+    if not source.exists():
+        raise UserError(f"SOURCE: no such file or folder: '{source}'")
+    if not (source.is_file() or source.is_dir()):  # reading a pipe may never end
+        raise UserError(f"SOURCE: '{source}' is a pipe or a device; name a file or a folder")
+    return source
+
+
+def _measure(flags: argparse.Namespace, source: Path, words: list[str], slo: "Slo") -> int:
     from harness.capacity.tune import tune_grid
 
-    source = Path(flags.source).expanduser()
     if flags.measure < 1 or flags.requests is not None or not source.is_file():
         raise UserError(
             "--measure N: at least 1 cell, of a SOURCE that is a trace file; workload.num_requests takes fewer requests"
@@ -299,10 +311,6 @@ def _source(source: Path, words: list[str]) -> _Source:
     from harness.store.commit import read_store
     from harness.sweep.plan import run_request
 
-    if not source.exists():
-        raise UserError(f"SOURCE: no such file or folder: '{source}'")
-    if not (source.is_file() or source.is_dir()):  # reading a pipe may never end
-        raise UserError(f"SOURCE: '{source}' is a pipe or a device; name a file or a folder")
     if source.is_file():
         return _of_trace(["trace=file", f"trace.path={source}", *words])
     if (source / "points").is_dir():
@@ -325,9 +333,7 @@ def _source(source: Path, words: list[str]) -> _Source:
 
     log = read_engine_log(source)
     found = configured(log, words)
-    header = replace(log.workload.header, dropped=log.dropped)  # the scope of the case says them
-    workload = replace(log.workload, header=header)
-    return _Source(found.config, workload, (log.client, *found.warnings), measured_figures(log))
+    return _Source(found.config, log.workload, (log.client, *found.warnings), measured_figures(log))
 
 
 def _of_trace(words: list[str]) -> _Source:

@@ -379,9 +379,8 @@ class ReplayState(NamedTuple):
     batch: Batch
     requests: RequestStates
     arriving: Heap  # what users have sent, by the time at which it arrives
-    waiting: (
-        Heap  # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
-    )
+    # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
+    waiting: Heap
     swapped: Heap  # the same of those in host memory; `RequestStates.lost` are their computed tokens
     named: NamedBlocks
     runs: Runs

@@ -29,7 +29,7 @@ from harness.workload.decoding import TABLE, parents_table
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import replay_recording
-from traces.analysis.reuse import realised_prefix_share, tenants_of
+from traces.analysis.reuse import realised_prefix_share
 
 if TYPE_CHECKING:
     from harness.replay.recorder import MeasuredRun
@@ -354,7 +354,7 @@ def _analytic(point: Point) -> dict[str, float]:
         prompt_tokens=rows.prompt_tokens,
         output_tokens=rows.output_tokens,
         segments=rows.segments,
-        tenants=tenants_of(workload.trace),
+        tenants=workload.trace.tenants,
         width=workload.width,
         beam=workload.decoding is Decoding.beam,
     )

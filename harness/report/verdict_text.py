@@ -113,9 +113,11 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
     if study.problems:
         trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
     if verdict.unfinished:
-        label, words = next(iter(verdict.unfinished.items()))
+        alike = {words: label for label, words in [*verdict.unfinished.items()][::-1]}
+        named = [f"{label}: {words}" for words, label in [*alike.items()][::-1]]
         trouble.append(
-            f"NOT all requests finished at {numbered(len(verdict.unfinished), 'point')}: {label}: {words}"
+            f"NOT all requests finished at {numbered(len(verdict.unfinished), 'point')}: {'; '.join(named[:8])}"
+            + _more(len(named) - 7)
         )
     trouble = trouble or [
         f"Everything finished: {numbered(verdict.points, 'point')}, all requests on every side."

@@ -225,7 +225,8 @@ def write_trace(trace: "Trace", path: Path, writer: "Write | None" = None) -> No
             temporary.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"--out: cannot write '{path}': {error.strerror or error}") from error
-    say(f"{path}: {len(trace.requests):,} requests, digest {digest}")
+    left = "".join(f", {count:,} left out ({reason})" for reason, count in trace.header.dropped.items())
+    say(f"{path}: {len(trace.requests):,} requests{left}, digest {digest}")
     for change in trace.header.changes:
         say(f"  {change}")
 

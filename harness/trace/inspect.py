@@ -170,10 +170,13 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
     longest = int(lengths.final_tokens.max(initial=0))
     if not lengths.decode_steps.any():
         return {}
+    paged = {f"blocks of {size}": paged_split(lengths, size) for size in sizes}
     found: dict[str, Any] = {
+        "share of allocated slots that holds no token at an instant, paged": {
+            name: f"{100 * (1 - split['utilisation']):.2f} %" for name, split in paged.items()
+        },
         "time-weighted share of allocated slots that is never filled, paged": {
-            f"blocks of {size}": f"{100 * paged_split(lengths, size)['internal_of_allocated']:.2f} %"
-            for size in sizes
+            name: f"{100 * split['internal_of_allocated']:.2f} %" for name, split in paged.items()
         },
         "share of allocated slots that is never filled, at the end of each request, paged": {
             f"blocks of {size}": f"{100 * tail.sum() / (tail + lengths.final_tokens).sum():.2f} %"

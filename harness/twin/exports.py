@@ -252,8 +252,6 @@ def _guidellm_row(request: Any) -> rows.LoggedRequest | str:
     if arrival is None or first is None or last is None:
         return f"no time {names[found.index(None)]}"
     output = parsing.whole(request, "output_tokens")
-    if not output:
-        return "no output token"
     cached = parsing.maybe_whole(request, "cached_tokens")
     prompt = parsing.whole(request, "prompt_tokens", 1)
     name = str(request.get("request_id", ""))
@@ -298,8 +296,6 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
     first = start + _milliseconds(metrics, "time_to_first_token")
     last = start + _milliseconds(metrics, "request_latency")
     output = _tokens(metrics, "usage_completion_tokens", "output_sequence_length")
-    if not output:
-        return "no output token"
     prompt = _tokens(metrics, "usage_prompt_tokens", "input_sequence_length")
     read = "usage_prompt_cache_read_tokens"
     cached = _tokens(metrics, read, read) if read in metrics else None
@@ -374,8 +370,6 @@ def _recorded_row(record: dict[str, Any], line: int | None) -> rows.LoggedReques
     if not isinstance(name, str | int):
         raise RowError("request_id", f"string expected, found {kind(name)}")
     prompt, output = parsing.whole(record, "input_toks", 1), parsing.whole(record, "output_toks")
-    if not output:
-        return "no output token"
     return rows.LoggedRequest(str(name), arrival, first, last, prompt, output, queued, scheduled, line=line)
 
 

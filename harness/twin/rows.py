@@ -60,6 +60,8 @@ class RequestLog:
 
     def add(self, row: LoggedRequest | str) -> None:
         """Keep a request, or count a row that is no finished request under its reason."""
+        if not isinstance(row, str) and not row.output_tokens:
+            row = "no output token"
         if isinstance(row, str):
             self.dropped[row] = self.dropped.get(row, 0) + 1
         else:

@@ -309,9 +309,10 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
         left = drop_oversize(trace, {row.request_id: _kind(point, row) for row in too_long})
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
-        if recorded is None and config.decoding.sharing is not Sharing.prefix_cache:
-            left = shared_as_asked(left, config)
         point = point.of_trace(left)
+    drops = config.workload.oversize is Oversize.drop
+    if drops and recorded is None and config.decoding.sharing is not Sharing.prefix_cache:
+        point = point.of_trace(shared_as_asked(point.trace, config))
     path = config.decoding.beam_parents
     if path is None:
         return point

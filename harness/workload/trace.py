@@ -11,9 +11,10 @@ from typing import Any
 
 import numpy as np
 
+from engine.core.options import Sharing
 from harness.config.errors import ConfigError
 from harness.config.memory import GENERATED
-from harness.config.schema import ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
+from harness.config.schema import Oversize, ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
 from harness.replay.arrivals import (
     Arrivals,
     Capped,
@@ -88,7 +89,7 @@ def reshaped_trace(config: RunConfig) -> Trace:
     try:
         source = _source_key(config), workload.num_requests
         shared = workload.prefix_share, workload.num_prefixes, workload.prefix_zipf, workload.seed
-        reshaping = (source, workload.length_scale, shared, workload.request_rate)
+        reshaping = (source, workload.length_scale, shared, workload.request_rate, workload.oversize)
         return _RESHAPED.get(reshaping, lambda: _reshaped(source, config))
     except TraceError as error:
         raise ConfigError("trace.path" if trace.path else "trace.name", str(error)) from error
@@ -171,7 +172,12 @@ _SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_00
 
 def _reshaped(source: tuple[tuple[Any, ...], int | None], config: RunConfig) -> Trace:
     trace, rate = _SOURCES.get(source, lambda: _taken(*source)), config.workload.request_rate
-    trace = shared_as_asked(scale_lengths(trace, config.workload.length_scale), config)
+    trace = scale_lengths(trace, config.workload.length_scale)
+    try:
+        trace = shared_as_asked(trace, config)
+    except ConfigError:  # where requests are dropped, those that are left may share so much
+        if config.workload.oversize is Oversize.error or config.decoding.sharing is Sharing.prefix_cache:
+            raise
     return set_rate(trace, rate) if rate is not None else trace
 
 

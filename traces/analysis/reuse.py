@@ -128,17 +128,9 @@ def _longest_before(group: Ints, tokens: Ints) -> Ints:
     return found
 
 
-def tenants_of(trace: Trace) -> Ints:
-    """A number for each request, equal for equal salts: only such requests share prefixes."""
-    rows, numbers = trace.columns, dict[str, int]()
-    if rows.others is None:
-        return np.zeros(len(rows), np.int64)
-    return np.array([numbers.setdefault(salt, len(numbers)) for salt in rows.values("salt")], np.int64)
-
-
 def shared_prefix_tokens(trace: Trace) -> list[int]:
     """For each request, the leading prompt tokens that it shares with an earlier one of the trace and of its salt."""
-    found: list[int] = prompt_paths(trace.columns.segments, tenants_of(trace))[0].tolist()
+    found: list[int] = prompt_paths(trace.columns.segments, trace.tenants)[0].tolist()
     return found
 
 
@@ -158,7 +150,7 @@ class PrefixPaths:
     def __init__(self, trace: Trace) -> None:
         self.trace, rows = trace, trace.columns
         count = len(rows)
-        levels = list(_nodes(rows.segments, tenants_of(trace))) or [Extents(*np.zeros((3, 0), np.int64))]
+        levels = list(_nodes(rows.segments, trace.tenants)) or [Extents(*np.zeros((3, 0), np.int64))]
         prompt, node, stop = _in_order(Extents(*map(np.concatenate, zip(*levels, strict=True))))
         uses = np.bincount(node, minlength=1)[node]
         last = np.diff(prompt, append=-1) != 0

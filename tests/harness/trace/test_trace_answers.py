@@ -28,6 +28,8 @@ def test_larger_blocks_waste_more_and_reservation_wastes_most(capsys: pytest.Cap
     ]
     assert shares == sorted(shares)
     assert 0 <= shares[0] < shares[1] < shares[2]
+    instant = found["share of allocated slots that holds no token at an instant, paged"]
+    assert shares[0] < float(instant["blocks of 8"].split()[0]) < float(instant["blocks of 64"].split()[0])
 
 
 def test_the_kv_memory_of_a_model_is_answered_on_request(capsys: pytest.CaptureFixture[str]) -> None:

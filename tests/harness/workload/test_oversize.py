@@ -1,5 +1,7 @@
 """Requests that never fit are found by the hardest ones alone, with the answer that a look at every one gives."""
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.workload import point
 from harness.workload.point import resolve
+from traces.analysis.reuse import realised_prefix_share
 from traces.errors import TraceError
 
 POLICIES = ["paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle"]
@@ -54,3 +57,35 @@ def test_a_smaller_pool_is_not_taken_for_one_that_fits() -> None:
     resolve(composed(*texts, "cache.pool_tokens=4096"))
     with pytest.raises(ConfigError, match="can never fit"):
         resolve(composed(*texts, "cache.pool_tokens=64"))
+
+
+@given(
+    share=st.floats(0, 1),
+    requests=st.integers(3, 60),
+    texts=st.integers(1, 12),
+    longest=st.sampled_from([600, 1500, 8192]),
+    sent=st.sampled_from(["replay=poisson", "replay=gamma", "replay.mode=closed", "replay=offline"]),
+    trace=st.sampled_from(["azure_conv", "sosp23_alpaca", "mooncake_conversation"]),
+    seed=st.integers(0, 99),
+)
+def test_the_requests_that_are_left_share_what_was_asked_for_or_the_largest_share_is_named(
+    share: float, requests: int, texts: int, longest: int, sent: str, trace: str, seed: int
+) -> None:
+    words = [
+        *("trace.format=generated", f"trace.name={trace}", "workload=as_recorded", "workload.request_rate=4"),
+        *("workload.oversize=drop", f"workload.num_requests={requests}", f"workload.num_prefixes={texts}"),
+        *(f"workload.seed={seed}", f"cache.max_model_len={longest}", "model=llama3_8b", "device=h100", sent),
+    ]
+    found = re.search(r"the (?:largest|nearest) share that .* reach is ([\d.]+),", answer_of(words, share))
+    if found:
+        share = float(found[1])
+    said = answer_of(words, share)
+    assert "no request fits" in said or abs(float(said) - share) <= 0.02
+
+
+def answer_of(words: list[str], share: float) -> str:
+    """The share that is reached, or why there is none."""
+    try:
+        return str(realised_prefix_share(resolve(composed(*words, f"workload.prefix_share={share}")).trace))
+    except ConfigError as error:
+        return str(error)
