@@ -15,6 +15,7 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 from harness.capacity.case import FEWEST, LoadCase, Trial
 from harness.config.errors import ConfigError, UserError
@@ -105,10 +106,8 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
     mean = float(np.mean(values))
     if len(values) < 2:
         return Estimate(mean, None, None, tuple(values))
-    from scipy.stats import t
-
     spread = float(np.std(values, ddof=1)) / len(values) ** 0.5
-    half = float(t.ppf((1 + confidence) / 2, len(values) - 1)) * spread
+    half = float(stdtrit(len(values) - 1, (1 + confidence) / 2)) * spread
     return Estimate(mean, mean - half, mean + half, tuple(values))
 
 

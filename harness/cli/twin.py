@@ -63,9 +63,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
 
 def _run(arguments: Arguments) -> int:
     """Read, fit, predict, write and print; returns the exit code."""
-    from harness.twin.page import notes, write_twin
     from harness.twin.reading import read_engine_log
-    from harness.twin.twin import finding, verdict
 
     flags = arguments.flags
     if flags.check and (flags.what_if or flags.first is not None or flags.no_what_ifs):
@@ -81,6 +79,9 @@ def _run(arguments: Arguments) -> int:
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
     if flags.check:
         return _check(flags, log, words, out)
+    from harness.twin.page import notes, write_twin
+    from harness.twin.twin import finding, verdict
+
     twin = _twin(arguments, log, words, out)
     if flags.what_if:
         for answer in twin.changes[0 if twin.base.settings[1:] else 1 :]:

@@ -20,7 +20,7 @@ from math import exp, log, sqrt
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import ndtri, stdtrit
 
 from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
@@ -135,7 +135,7 @@ def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> 
     if device.fits is None or family != "tpot":  # the steps that a fit's draws simulate have their repeats
         left.append(_REPEATS.get(family, _OTHER_REPEATS))
     spread = sqrt(float(np.mean(errors**2)) + sum(one**2 for one in left))
-    reach = float(stats.t.ppf(0.5 + COVERS / 2, len(errors) - 1)) * spread
+    reach = float(stdtrit(len(errors) - 1, 0.5 + COVERS / 2)) * spread
     return Band(value * exp(-reach), value * exp(reach))
 
 
@@ -160,14 +160,16 @@ def possible_devices(deployment: Deployment, doublings: float = 0.0) -> list[Dev
     anchored = kind is CostKind.published and device.fits is not None
     if device.name == EngineDevice.cpu.value or not (anchored or kind is CostKind.roofline):
         return []
-    draw = stats.qmc.LatinHypercube(len(ASSUMED) + len(ASSUMED_FRONT_END) + 1, rng=7)
+    from scipy.stats import qmc  # a second to import
+
+    draw = qmc.LatinHypercube(len(ASSUMED) + len(ASSUMED_FRONT_END) + 1, rng=7)
     places = draw.random(DRAWS)
     if device.fits is not None:
         found = [replace(device, **values) for values in fits_of(device.fits)]
         spread = sqrt(device.step_spread**2 + _REPEATS["tpot"] ** 2 + (PER_DOUBLING * doublings) ** 2)
         low, high = _left_open(deployment)
         # Anywhere between the ends that another model leaves open; each end itself in one of twenty draws.
-        factors = spread * stats.norm.ppf(places[:, -1])
+        factors = spread * ndtri(places[:, -1])
         factors += np.interp(places[:, 0], (0.05, 0.95), (log(low), log(high)))
         chances = np.exp(np.resize(factors, len(found)))
         return [slower(one, float(factor)) for one, factor in zip(found, chances, strict=True)]

@@ -208,7 +208,7 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
     caution = study.block_size_caution if key == BLOCK and not study.measured else ""
     if key == BLOCK and study.block_size_unpriced and not study.measured:
         wastes = _waste(groups)
-        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {wastes} of slots in use, time-weighted."
+        text = f"{study.block_size_unpriced} Blocks differ in memory alone: {wastes}."
         open_ = Choice(name, "not told by times", "", f"the cost model has no price of it; {wastes}")
         return Answer(key, question, text, figure, choice=open_)
     clear = {metric: sum(differs(*pair, metric) for pair in pairs) for metric in (RATES, LATENCY)}
@@ -241,9 +241,8 @@ def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
     for record in (record for group in groups for record in group):
         if (found := value(record, "internal_of_allocated")) is not None:
             sizes.setdefault(record.setting(BLOCK), []).append(found)
-    return ", ".join(
-        f"{size} never fills {100 * median(found):.1f} %" for size, found in sorted(sizes.items())
-    )
+    said = (f"{size} never fills {100 * median(found):.1f} %" for size, found in sorted(sizes.items()))
+    return f"{', '.join(said)} of slots in use, time-weighted"
 
 
 def differs(one: PointRecord, other: PointRecord, metric: str) -> bool:
@@ -361,13 +360,14 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
     first, served = ratio(pairs, "ttft_p50"), ratio(pairs, RATES)
     if first is None or served is None:
         return "", None
-    text = f"With {100 * high:g} % of the prompt tokens shared instead of {100 * low:g} %"
+    text, cached = f"With {100 * high:g} % of the prompt tokens shared instead of {100 * low:g} %", ""
     if hits:
-        text += f", {100 * median(hits):.0f} % come from the cache{_not_found([one for one, _ in pairs], median(hits))}"
+        why = _not_found([one for one, _ in pairs], median(hits))
+        cached = f", {100 * median(hits):.1f} % of prompt tokens come from the cache{why}"
+    text += cached
     if saved:
         text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
     text += f"; the median time to first token is {first}, requests per second are {served}"
-    cached = f", {100 * median(hits):.0f} % of prompt tokens from the cache" if hits else ""
     effect = f"the time to first token, {served.number} the requests per second{cached}"
     shares = f"{100 * high:g} % instead of {100 * low:g} %"
     return text, Choice("Effect of", shares, first.number, effect, first.band)
@@ -383,7 +383,7 @@ def _not_found(records: Sequence[PointRecord], hits: float) -> str:
         return ""
     ends, lost = median(shared) - median(most), median(most) - hits
     return (
-        f" ({100 * ends:.0f} % are ends of shared texts that fill no block, {100 * max(0.0, lost):.0f} % were not yet "
+        f" ({100 * ends:.1f} % are ends of shared texts that fill no block, {100 * max(0.0, lost):.1f} % were not yet "
         "in the pool or no longer)"
     )
 
@@ -417,7 +417,7 @@ def _load(study: Study, axes: Axes) -> Iterator[Answer]:
     share = least if least == most else f"between {least} and {most}"
     text = (
         f"Requests queued at {len(waits):,} of {total:,} points and lost their blocks (preemption) at {len(lost):,}; "
-        f"{share} % of the pool's slots were free."
+        f"{share} % of the pool's slots were free, time-weighted."
     )
     if not waits and not lost:
         text += (

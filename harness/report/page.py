@@ -343,7 +343,7 @@ def _table_section(study: Study, axes: Axes) -> Section:
         "Every number",
         [
             "All metrics of all points are in figures/points.csv (of a large sweep: points_wide.csv), and in the "
-            "store's summary.parquet."
+            "store's summary.parquet. Shares of slots and bytes are time-weighted."
         ],
         parts=[
             Section("points", "Points", tables=[tables.points_table(study.records, axes), *detail]),

@@ -75,9 +75,7 @@ def scrape(
         )
         counters = (now, prompt, generated)
         if rows and (prompt < last[1] or generated < last[2]):
-            ends = (
-                " The server was started again then: its counters went back, and what came after is left out."
-            )
+            ends = " The server was started again then, and what came after is left out."
             break
         span = counters[0] - last[0]
         rates = [(counters[i] - last[i]) / span if rows and span > 0 else 0.0 for i in (1, 2)]

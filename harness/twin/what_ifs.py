@@ -10,7 +10,7 @@ from math import exp, log, sqrt
 from typing import Any
 
 import numpy as np
-from scipy import stats
+from scipy.special import stdtrit
 
 from engine.runtime.options import VLLM_NAMES
 from harness.config.checks import checked
@@ -261,7 +261,7 @@ def _changes(before: Drawn, after: Drawn) -> dict[str, Band]:
         known = log(after.first[name] / before.first[name])
         errors = [log(a / b) - known for b, a in pairs if a > 0 and b > 0]
         spread = sqrt(sum(error**2 for error in errors) / max(1, len(errors)))
-        reach = float(stats.t.ppf(0.5 + COVERS / 2, max(1, len(errors) - 1))) * spread
+        reach = float(stdtrit(max(1, len(errors) - 1), 0.5 + COVERS / 2)) * spread
         factor = after.figures[name] / before.figures[name]
         found[name] = Band(factor * exp(-reach), factor * exp(reach))
     return found

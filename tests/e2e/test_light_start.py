@@ -71,6 +71,15 @@ def test_light_commands_import_nothing_heavy_and_a_simulation_no_torch(tmp_path:
     assert "report.figures=none" in (tmp_path / "results/default/report/index.html").read_text()
 
 
+def test_a_server_is_checked_without_what_a_report_needs(tmp_path: Path) -> None:
+    log = Path(__file__).resolve().parents[1] / "data" / "deployments" / "servingsim-recorder"
+    (tmp_path / "page.txt").write_text("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.1\n")
+    words = "--no-fit --check page.txt device=rtx_pro_6000 model=llama31_8b"
+    ((code, modules),) = start(tmp_path, f"twin {log} {words}")
+    assert code in (0, 1)
+    assert modules.isdisjoint({*HEAVY, *LETTERS})
+
+
 @pytest.mark.nightly
 def test_a_report_without_pdfs_subsets_no_fonts(tmp_path: Path) -> None:
     ((code, modules),) = start(tmp_path, f"{SIMULATED} report.figures=svg --with-report")

@@ -295,7 +295,7 @@ def _caption(
     measured = table["measured"].notna().any()
     text = "Lines are predicted, marks measured" if measured else "Lines are predicted"
     if layout.metrics is OVERVIEW:
-        text += "; fragmentation: allocated KV slots whose owner never fills them"
+        text += "; fragmentation: allocated KV slots whose owner never fills them, time-weighted"
     text += f"; cache policy {like.policy}" + (f", {fixed}" if fixed else "")
     same = [record for record in study.records if record.policy == like.policy]
     text += f": {'all' if shown == len(same) else shown} of its {len(same):,} points."

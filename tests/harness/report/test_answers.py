@@ -1,5 +1,6 @@
 """The sentences change when the data do: stores in which another allocator, a block size or the noise wins."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,9 @@ class Changed:
     def text(self, key):
         found = {one.key: " ".join([one.text, *one.items]) for one in answers(self, self.axes, self.verdict)}
         return found[key]
+
+    def choice(self, key):
+        return next(one.choice for one in answers(self, self.axes, self.verdict) if one.key == key)
 
 
 def only(metrics, factor):
@@ -136,6 +140,27 @@ def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records
     assert "Throughput: trusted (" in study.text("trust")
 
 
+def test_what_the_cache_finds_of_what_is_shared_stands_with_the_reason_in_the_choice_too(records):
+    study = Changed(records)
+    study.records = tuple(
+        replace(one, trace={**one.trace, "realised_prefix_share": one.setting("workload.prefix_share")})
+        for one in study.records
+    )
+    choice = study.choice("workload.prefix_share")
+    assert re.search(
+        r"[\d.]+ % of prompt tokens come from the cache \([\d.]+ % are ends of shared texts that fill no block, "
+        r"[\d.]+ % were not yet in the pool or no longer\)",
+        str(choice),
+    )
+
+
+def test_the_share_of_slots_that_is_never_filled_says_over_what_it_is(records):
+    study = Changed(records)
+    study.measured, study.block_size_unpriced = [], "Block size has no price."
+    choice = study.choice("cache.block_size")
+    assert str(choice).endswith(" % of slots in use, time-weighted.")
+
+
 def test_the_time_between_the_runs_of_a_point_is_said(records):
     study = Changed(records)
     for number, record in enumerate(study.records):
@@ -184,4 +209,4 @@ def test_the_free_share_of_the_pool_is_a_range_where_points_differ(records, shar
         for row in record.comparison:
             if row["metric"] == "free_share":
                 row["measured"] = shares[number % len(shares)]
-    assert f"{words} of the pool's slots were free." in study.text("load")
+    assert f"{words} of the pool's slots were free, time-weighted." in study.text("load")
