@@ -346,10 +346,11 @@ class Engine:
         self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
 
     def _check_smallest(self) -> None:
-        """Raise ModelError if no request at all could be served, which each of them would say otherwise."""
-        longest = self.limits.max_model_len or self.loaded.max_position
-        smallest = Request(0, 1, max(1, min(2, longest - 1)), speculation=self._speculation)
-        if reason := self.scheduler.never_fits(smallest):
+        """Raise ModelError if no request of more than a block could be served, which each would say otherwise."""
+        manager, longest = self.scheduler.manager, self.limits.max_model_len or self.loaded.max_position
+        new, most = max(1, min(2, longest - 1)), max(1, min(manager.block_size + 1, longest - 2))
+        small, larger = (Request(0, size, new, speculation=self._speculation) for size in (1, most))
+        if reason := self.scheduler.never_fits(small) or manager.never_fits(larger):
             raise ModelError(f"model {self.loaded.name}: even the smallest request {reason}")
 
     def _make_runner(self, draft: LoadedModel | None) -> Runner:

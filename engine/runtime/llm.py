@@ -44,16 +44,13 @@ _DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 # of a repository: nothing that can hold code
 _FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 _SAMPLING = (
-    *(
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-    ),
-    *("max_new_tokens", "skip_special_tokens"),
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("frequency_penalty", "presence_penalty", "max_new_tokens", "skip_special_tokens"),
+)
+_WEIGHTS = (
+    *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
+    *("start_weight_update", "finish_weight_update", "start_draft_weight_update"),
+    *("update_weights", "get_weight_version", "update_weight_version"),
 )
 _REFUSED = {
     **dict.fromkeys(("embed", "encode", "score", "classify", "reward"), "this engine generates text"),
@@ -63,6 +60,13 @@ _REFUSED = {
     **dict.fromkeys(("sleep", "wake_up"), "delete the LLM to free its memory"),
     **dict.fromkeys(("start_profile", "stop_profile"), "use torch.profiler around the calls"),
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "use `AsyncEngine`"),
+    **dict.fromkeys(_WEIGHTS, "weights stay as they were loaded; make another LLM"),
+    **dict.fromkeys(
+        ("llm_engine", "get_metrics"), "the engine is `llm.engine`, its figures `llm.engine.counters`"
+    ),
+    **dict.fromkeys(("release_kv_cache_memory", "reset_mm_cache"), "there is one KV pool, and no media"),
+    "from_engine_args": "its fields are arguments of LLM",
+    "get_world_size": "there is one process",
 }
 
 
@@ -373,7 +377,7 @@ class LLM:
                 if not isinstance(one, SamplingParams):
                     raise RequestError(f"sampling_params are SamplingParams, not {one!r}")
                 ids = prompt.ids or encode_prompt(prompt.text or "", self.engine.tokenizer, **encoding)
-                request_id = f"llm-{self._next_id}"
+                request_id = str(self._next_id)
                 self.engine.add_request(
                     *(request_id, ids, self._bounded(one, ids)), priority=priority, cache_salt=prompt.salt
                 )

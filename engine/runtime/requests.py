@@ -389,6 +389,6 @@ class RequestState:
     ) -> tuple[FinishReason, str | int | None]:
         if branch in self._stopped_by:
             return "stop", self._stopped_by[branch]
-        if self.generation.ends[branch] is not None:
-            return "stop", ids[-1]
+        if self.generation.ends[branch] is not None:  # the tokenizer's own end token is no reason, as in vLLM
+            return "stop", None if ids[-1] == getattr(self.tokenizer, "eos_token_id", None) else ids[-1]
         return reason or "length", None

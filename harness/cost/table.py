@@ -16,13 +16,7 @@ from harness.metrics.log import FloatArray
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
 
-_DECODE = (
-    AT.decode_rows,
-    AT.decode_kv,
-    AT.decode_distinct_kv,
-    AT.decode_padded_kv,
-    AT.decode_padded_blocks,
-)
+_DECODE = (AT.decode_rows, AT.decode_kv, AT.decode_distinct_kv, AT.decode_padded_kv, AT.decode_padded_blocks)
 _PREFILL = (AT.prefill_rows, AT.prefill_tokens, AT.prefill_kv, AT.prefill_blocks, AT.prefill_work)
 
 

@@ -123,15 +123,7 @@ def _source_key(config: RunConfig) -> tuple[Any, ...]:
         prefixes = workload.num_prefixes, workload.prefix_zipf
         sharing = PrefixSharing(str(trace.sharing), trace.share, *prefixes)
     reading = (trace.ticks, trace.on_error, trace.sort, trace.tokenizer, config.workload.seed)
-    return (
-        trace.format,
-        trace.name,
-        trace.path,
-        _stamp(trace.path),
-        reading,
-        arrivals,
-        sharing,
-    )
+    return trace.format, trace.name, trace.path, _stamp(trace.path), reading, arrivals, sharing
 
 
 def _stamp(path: str | None) -> int:

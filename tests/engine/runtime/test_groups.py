@@ -5,10 +5,11 @@ The models are random ones of unmodified transformers classes. Every step is aud
 
 import functools
 import random
+from contextlib import suppress
 
 import pytest
 from families import build, prompts, unowned_are_void
-from tiers import cases, nights_share
+from tiers import NIGHT, NIGHT_SEED, cases, nights_share, tier
 
 from engine.core.errors import CoreError
 from engine.core.memory.block_tables import BlockTables
@@ -273,6 +274,15 @@ BRANCHED = [  # family, pages, tokens of the pool: with the smaller ones request
 MEMORY = {"recompute": {}, "swap": {"host_blocks": 200}}
 
 
+def asked_of(model, prompt, new, width):
+    """The `width` beams of transformers after a prompt; of one beam its greedy tokens."""
+    import torch
+
+    ids = torch.tensor([prompt])
+    kept = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": new, "do_sample": False}
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[:, len(prompt) :].tolist()
+
+
 def branched(family, pages, pool_tokens, memory, **params):
     """Requests of three sequences each, in a pool that is too small for all of them; those that share a sequence's
     prompt share its pages.
@@ -296,19 +306,12 @@ def branched(family, pages, pool_tokens, memory, **params):
     night=14,
 )
 def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
-    import torch
-
     from engine.runtime.models.load import original_model
 
     done = branched(family, pages, pool_tokens, memory, beam_width=3)
     with original_model(loaded(family)) as model:
         for prompt, found in zip(prompts(SHORT), done, strict=True):
-            ids = torch.tensor([prompt])
-            kept = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": NEW, "do_sample": False}
-            wanted = model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[
-                :, len(prompt) :
-            ].tolist()
-            assert [each.token_ids for each in found.outputs] == wanted
+            assert [each.token_ids for each in found.outputs] == asked_of(model, prompt, NEW, 3)
 
 
 @cases(
@@ -413,17 +416,8 @@ KINDS = ("samples", "beams", "drafts")
 DRAWN = (*MIXED, "llama", "deepseek_v2", "qwen3_next", "falcon_h1", "lfm2")
 
 
-def asked_of(model, prompt, new, width):
-    """The `width` beams of transformers after a prompt; of one beam its greedy tokens."""
-    import torch
-
-    ids = torch.tensor([prompt])
-    kept = {"num_beams": width, "num_return_sequences": width, "max_new_tokens": new, "do_sample": False}
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **kept)[:, len(prompt) :].tolist()
-
-
 @pytest.mark.parametrize("kind", KINDS)
-@cases("seed", (*SEEDS, *nights_share(range(100, 10_000), 20)), day=SEEDS[:1])
+@cases("seed", (*SEEDS, *nights_share(range(100, 10_000), 14)), day=SEEDS[:1])
 def test_drawn_requests_in_groups_are_answered_as_by_transformers(seed, kind):
     import torch
 
@@ -439,7 +433,8 @@ def test_drawn_requests_in_groups_are_answered_as_by_transformers(seed, kind):
     drafts = {"draft": draft_of(family), "draft_tokens": rng.randint(1, 5)} if kind == "drafts" else {}
     modes = {"draft_mode": rng.choice(("lookahead", "fork", "whole"))} if drafts else {}
     llm = make_llm(
-        family, budget=rng.choice((9, 16, 33, 64)), pool_tokens=rng.randint(600, 900), groups=groups,
+        family, budget=rng.choice((9, 16, 33, 64)), groups=groups,
+        pool_tokens=rng.randint(600, 900) * (4 if family in DRAWN[-3:] else 1),
         block_size=rng.choice((1, 2, 3, 4, 6, 8, 16)), prefix_caching=rng.random() < 0.7,
         scheduling={"preemption": memory}, **MEMORY[memory], **drafts, **modes,
     )  # fmt: skip
@@ -606,6 +601,73 @@ def test_what_groups_do_not_serve_is_refused_by_name(options, said):
 
     with pytest.raises(ModelError, match=f"layers in groups: .*{said}.* is not served"):
         make_llm("gemma2", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"pool_tokens": 12, "groups": "separate"}, "needs 2 pages of group 0, its pool has 1"),
+        ({"groups": "off", "cache": "contiguous_max", "drafts": True}, "has drafts"),
+        ({"drafts": True, "draft_tokens": 16}, "verifies 16 draft tokens at once"),
+    ],
+)
+def test_an_engine_that_could_serve_no_request_is_refused_at_load(options, said):
+    from engine.runtime.errors import ModelError
+
+    given = {"draft": draft_of("gemma2")} if options.pop("drafts", False) else {}
+    with pytest.raises(ModelError, match=f"even the smallest request {said}"):
+        make_llm("gemma2", **options, **given)
+
+
+def drawn_layout(rng):
+    """A family, and options of which many do not go together."""
+    family = rng.choice((*FAMILIES, *DRAWN[-3:]))
+    options = {
+        "groups": rng.choice(("off", "uniform", *PAGES)),
+        "block_size": rng.choice((1, 2, 3, 4, 8, 16, 32)),
+        "pool_tokens": rng.choice((4, 16, 48, 100, 300, 600, 1200)),
+        "budget": rng.choice((4, 16, 64)),
+        "backend": rng.choice(("auto", "auto", "torch", "native")),
+        "kv_dtype": rng.choice(("model", "fp8_e4m3")),
+        "prefix_caching": rng.random() < 0.7,
+        "states": rng.choice(("align", "align", "none")),
+        "behind_first": rng.random() < 0.2,
+    }
+    for name, values, share in (
+        ("cache", ("contiguous_max", "contiguous_pow2"), 0.1),
+        ("retention_interval", (None, 16, 64), 0.2),
+        ("state_every", (4, 8, 12, 64), 0.1),
+        ("window_hits", ("all",), 0.2),
+        ("host_blocks", (1, 40), 0.3),
+        ("draft_mode", ("lookahead", "fork", "whole"), 0.3),
+    ):
+        if rng.random() < share:
+            options[name] = rng.choice(values)
+    if "draft_mode" in options:
+        options |= {"draft": draft_of(family), "draft_tokens": rng.choice((1, 3, 8))}
+    return family, options
+
+
+def test_a_drawn_layout_is_refused_at_load_or_serves():
+    from engine.core.errors import CoreError, NeverFitsError
+    from engine.runtime.errors import ModelError
+    from engine.runtime.params import SamplingParams
+    from paged_kernels.arguments import BackendUnavailableError
+
+    rng, served = random.Random(NIGHT_SEED if NIGHT else 4), 0
+    for _ in range(tier(12, 300)):
+        family, options = drawn_layout(rng)
+        try:
+            llm = make_llm(family, **dict(options))
+        except (ModelError, BackendUnavailableError, CoreError):
+            continue
+        ask = SamplingParams(max_tokens=2, temperature=0)
+        assert all(done.outputs[0].token_ids for done in llm.generate([[5], [7, 8]], ask)), options
+        for wide in ({"n": 2, "temperature": 1.0}, {"beam_width": 2}):
+            with suppress(NeverFitsError):  # the pool is too small for several sequences
+                assert llm.generate([[7, 8]], SamplingParams(max_tokens=2, **wide))[0].outputs
+        served += 1
+    assert served >= tier(3, 60)
 
 
 # -- planted bugs ------------------------------------------------------------------------------------------

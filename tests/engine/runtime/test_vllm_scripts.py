@@ -172,6 +172,82 @@ greedy = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=4, ign
 assert one.tokens == [*greedy.prompt_token_ids, *greedy.outputs[0].token_ids]
 assert abs(one.cum_logprob - greedy.outputs[0].cumulative_logprob) < 1e-6
 """,
+    "outputs in the order of their ids": """
+outputs = llm.generate(["the cat", "a dog", "a mat"], SamplingParams(max_tokens=2), use_tqdm=False)
+ordered = sorted(outputs[::-1], key=lambda output: int(output.request_id))
+assert [output.prompt for output in ordered] == ["the cat", "a dog", "a mat"]
+""",
+    "an end token and why": """
+ask = SamplingParams(temperature=0, max_tokens=5, logit_bias={llm.get_tokenizer().eos_token_id: 100.0})
+out = llm.generate("the cat", ask)[0].outputs[0]
+assert (out.finish_reason, out.stop_reason) == ("stop", None)
+""",
+    "a shared system prompt": """
+system = "You saw the quick brown fox jump over that lazy dog, again and again; what is on the mat? " * 2
+prompts, sampling_params = [system + one for one in ("a cat", "a dog")], SamplingParams(temperature=0.0, max_tokens=3)
+cold = [output.outputs[0].text for output in llm.generate(prompts, sampling_params)]
+warm = llm.generate(prompts, sampling_params)
+assert [output.outputs[0].text for output in warm] == cold
+assert all(output.num_cached_tokens >= 32 for output in warm)
+""",
+    "a choice of words": """
+form = StructuredOutputsParams(choice=["a cat", "a dog"])
+out = llm.generate("the ", SamplingParams(structured_outputs=form, max_tokens=20))[0].outputs[0]
+assert out.text in ("a cat", "a dog")
+""",
+    "a regular expression": """
+form = StructuredOutputsParams(regex=r"[a-c]{3}")
+prompts = ["the ", "a "]
+for output in llm.generate(prompts=prompts, sampling_params=SamplingParams(structured_outputs=form, max_tokens=20)):
+    assert len(output.outputs[0].text) == 3 and set(output.outputs[0].text) <= set("abc")
+""",
+    "a word of a schema": """
+import json
+schema = {"type": "string", "enum": ["cat", "dog"]}
+ask = SamplingParams(temperature=0, max_tokens=60, structured_outputs=StructuredOutputsParams(json=schema))
+assert json.loads(llm.generate("the cat ", ask)[0].outputs[0].text) in schema["enum"]
+""",
+    "several turns": """
+turns, ask = [{"role": "user", "content": "Hello"}], SamplingParams(temperature=0, max_tokens=3)
+for said in ("and the dog", "and the mat"):
+    turns.append({"role": "assistant", "content": llm.chat(turns, ask, use_tqdm=False)[0].outputs[0].text})
+    turns.append({"role": "user", "content": said})
+assert llm.chat(messages=turns, sampling_params=ask)[0].num_cached_tokens >= 0 and len(turns) == 5
+""",
+    "an answer that is begun": """
+turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The cat sat on"}]
+out = llm.chat(turns, SamplingParams(max_tokens=2), add_generation_prompt=False, continue_final_message=True)[0]
+assert llm.get_tokenizer().decode(out.prompt_token_ids).rstrip().endswith("The cat sat on")
+""",
+    "ids in, ids out": """
+outs = llm.generate([TokensPrompt(prompt_token_ids=[7, 8, 9])] * 2, SamplingParams(max_tokens=4, detokenize=False,
+    ignore_eos=True, temperature=0))
+assert [out.outputs[0].text for out in outs] == ["", ""]
+assert outs[0].outputs[0].token_ids == outs[1].outputs[0].token_ids
+assert llm.get_tokenizer().decode(outs[0].outputs[0].token_ids)
+""",
+    "stop strings that stay": """
+free = llm.generate("a dog", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))[0].outputs[0].text
+ask = SamplingParams(temperature=0, max_tokens=12, stop=[free[3:5], "never"], include_stop_str_in_output=True)
+assert llm.generate("a dog", ask)[0].outputs[0].text.endswith(free[3:5])
+""",
+    "at least so many tokens": """
+ask = SamplingParams(max_tokens=9, min_tokens=6, seed=2, temperature=1.2, top_k=50, top_p=0.9, min_p=0.01)
+assert 6 <= len(llm.generate("a mat", ask)[0].outputs[0].token_ids) <= 9
+""",
+    "only the end of a long prompt": """
+out = llm.generate("the cat sat on a mat and saw the dog", SamplingParams(max_tokens=1, truncate_prompt_tokens=4))[0]
+assert list(out.prompt_token_ids) == llm.get_tokenizer().encode("the cat sat on a mat and saw the dog")[-4:]
+""",
+    "no prompts": """
+assert llm.generate([], SamplingParams()) == [] and llm.beam_search([], BeamSearchParams(2, 3)) == []
+""",
+    "beams of a conversation's ids": """
+ids = llm.get_tokenizer().encode("the cat")
+params = BeamSearchParams(beam_width=2, max_tokens=4, ignore_eos=True, length_penalty=0.6, skip_special_tokens=False)
+out = llm.beam_search([TokensPrompt(prompt_token_ids=ids)], params)[0]
+assert all(len(one.tokens) == len(ids) + 4 and one.cum_logprob < 0 for one in out.sequences)
+""",
     "a bar of one's own": """
 seen = []
 class Bar:
@@ -279,6 +355,16 @@ def test_a_script_runs_with_an_llm_of_its_own(name, model):
             "content of a message is a text",
         ),
         ("llm.embed(['a'])", "LLM.embed: vLLM has it, but this engine generates text"),
+        (
+            "llm.llm_engine.add_request('0', 'a', None)",
+            "LLM.llm_engine: vLLM has it, but the engine is `llm.engine`",
+        ),
+        ("llm.update_weights({})", "LLM.update_weights: vLLM has it, but weights stay"),
+        ("llm.beam_search(['a'], BeamSearchParams(2, 4, allowed_token_ids=[1]))", "beam search supports no"),
+        (
+            "llm.beam_search(['a'], BeamSearchParams(2, 4, watermarking=True))",
+            "watermarking: True is not offered",
+        ),
     ],
 )
 def test_what_is_not_offered_is_refused_by_name(call, says, model, llm):
@@ -500,6 +586,7 @@ def of(call):
     given = [p for n, p in inspect.signature(call).parameters.items() if n != "self" and p.kind not in (2, 4)]
     return {p.name: "?" if p.default is p.empty else plain(p.default) for p in given}
 print(json.dumps({"LLM": of(LLM.__init__), "generate": of(LLM.generate), "chat": of(LLM.chat),
+    "has": [n for n in dir(LLM) if n[0] != "_"],
     "beam_search": of(LLM.beam_search), "SamplingParams": of(SamplingParams),
     "BeamSearchParams": of(BeamSearchParams)}))
 """
@@ -517,6 +604,7 @@ def test_each_argument_of_vllm_is_known_with_its_default(model):
         [os.environ["PAGETWIN_VLLM"], "-c", _ASK], capture_output=True, text=True, check=True
     )
     asked = json.loads(answer.stdout.splitlines()[-1])
+    assert {*asked["has"]} - {*dir(face.LLM)} <= face._REFUSED.keys()
     for name in ("generate", "chat", "beam_search"):
         ours = inspect.signature(getattr(face.LLM, name)).parameters
         assert asked[name].keys() <= ours.keys(), name
