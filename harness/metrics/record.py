@@ -82,6 +82,9 @@ _TABLE, _FILE = re.compile(r"\w{1,64}"), re.compile(r"\w[\w.-]{0,80}")  # names,
 _ROW = ("metric", "error", "spread")  # of `comparison`
 _ROW_KEYS = frozenset(_ROW)
 _PLAIN = frozenset({str, int, float, bool, type(None)})
+# by key of the cache: the revision of each rule of eviction whose victims were corrected since records are kept
+_RULES = dict.fromkeys(("fifo", "s3fifo", "ttl", "gdsf"), 2)
+RULES = {"eviction": _RULES, "tier_eviction": _RULES | dict.fromkeys(("pinned", "priority", "superseded"), 2)}
 _NULLS = frozenset({"measured", "levels", "audit", "bounds", "oracle", "pace"})  # stand as null where empty
 _LISTS = {"tables": "names", "overrides": "texts", "comparison": f"rows with {', '.join(_ROW)}"}
 
@@ -191,6 +194,14 @@ class PointRecord:
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         return tuple(value) if isinstance(value, list) else value
+
+    @property
+    def earlier_rules(self) -> list[str]:
+        """The rules of eviction that were corrected after this record was made."""
+        of, made = self.setting, self.pool.get("rules") or {}
+        below = of("cache.tier_tokens") and of("cache.tier_eviction")
+        rules = ("eviction", of("cache.eviction") or of("cache.keep")), ("tier_eviction", below)
+        return [rule for key, rule in rules if RULES[key].get(rule) not in (None, made.get(key))]
 
     @property
     def policy(self) -> str:

@@ -18,7 +18,7 @@ from harness.metrics import METRICS
 from harness.metrics.analytic import CacheShape, Lengths, analytic_metrics
 from harness.metrics.compute import compute_metrics, tenants_of_sides
 from harness.metrics.log import FloatArray, RunLog
-from harness.metrics.record import PointRecord, compare, comparison_error
+from harness.metrics.record import RULES, PointRecord, compare, comparison_error
 from harness.replay.arrivals import to_ns, to_s
 from harness.replay.cost_model import CostModel, price_table
 from harness.replay.executors import RecordingEndedError
@@ -301,7 +301,8 @@ def _asked(point: Point, figures: dict[str, float]) -> dict[str, float]:
 
 
 def _pool_section(point: Point) -> dict[str, Any]:
-    pool, groups = point.pool, None
+    pool, cache, groups = point.pool, point.deployment.cache, None
+    rules = {key: found for key, known in RULES.items() if (found := known.get(getattr(cache, key)))}
     if pool.groups is not None:
         # blocks are the pages of all pools, the block size is the match unit, and tokens are slots of `slot_bytes`
         groups = {
@@ -324,7 +325,7 @@ def _pool_section(point: Point) -> dict[str, Any]:
         "note": pool.note,
         "memory_per_device": asdict(pool.memory) if pool.memory else None,
         "groups": groups,
-    }
+    } | ({"rules": rules} if rules else {})
 
 
 def _engine_note(deployment: Deployment) -> dict[str, str]:

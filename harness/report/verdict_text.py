@@ -315,6 +315,8 @@ def _assumed(record: PointRecord) -> Iterable[str]:
     fitted = record.setting("device.fitted_from")
     if new := record.cost.get("provenance", {}).get(NEW):
         yield f"{new[0].upper()}{new[1:]}. For another model or a larger load the figures may be far off."
+    for rule in record.earlier_rules:
+        yield f"Points with {rule} were made under an earlier rule of {rule}, corrected since: run them again."
     if repeats := record.cost.get("provenance", {}).get("repeatability"):
         yield (
             f"Calibrations like this one differ by up to ±{165 * repeats:.1f} % in the level of all steps (nine of "
@@ -345,6 +347,7 @@ def summary_markdown(root: Path, against: Path | None = None) -> str:
     lines = [f"## PageTwin: {study.name}", ""]
     lines += [
         *completeness(study, verdict),
+        *beside_figures(study.records),
         "",
         f"**Can the prediction be trusted?** {answer(verdict, study.records)}",
         "",
@@ -409,7 +412,8 @@ def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
         )
     found = [_changed(name, pairs) for name in dict.fromkeys(("request_throughput", *HEADLINE))]
     matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}."
-    return [one for one in found if one is not None], [matched, *_largest(pairs)]
+    before = [f"{against}: {line}" for line in beside_figures([*known.values()])]
+    return [one for one in found if one is not None], [matched, *before, *_largest(pairs)]
 
 
 def change_lines(root: Path, against: Path) -> list[str]:

@@ -122,35 +122,27 @@ class LruQueue(EvictionPolicy):
     def __len__(self) -> int:
         return self._size
 
-    def push(self, blocks: Sequence[int], table: Released) -> None:
+    def push(self, blocks: Sequence[int], table: Released | None = None) -> None:
         """Add one run. Its last block is evicted first."""
-        self.add(blocks)
-
-    def add(self, blocks: Sequence[int]) -> None:
-        """Add one run."""
         if blocks:
             self._runs.append(list(blocks))
             self._size += len(blocks)
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
-        """Remove the blocks."""
-        if queued:
-            self.discard(queued)
-
-    def discard(self, blocks: Sequence[int]) -> None:
-        """Mark the oldest entry of each of `blocks`, which are different, as stale."""
-        stale = self._stale
-        if stale.keys().isdisjoint(blocks):
-            stale.update(dict.fromkeys(blocks, 1))
+        """Mark the oldest entry of each of `queued`, which are different, as stale."""
+        if not queued:
+            return
+        if self._stale.keys().isdisjoint(queued):
+            self._stale.update(dict.fromkeys(queued, 1))
         else:
-            for block in blocks:
-                stale[block] = stale.get(block, 0) + 1
-        self._stale_entries += len(blocks)
-        self._size -= len(blocks)
+            for block in queued:
+                self._stale[block] = self._stale.get(block, 0) + 1
+        self._stale_entries += len(queued)
+        self._size -= len(queued)
         if self._stale_entries > 64 + 2 * self._size:
             kept = self.blocks()
             self._runs, self._stale, self._stale_entries, self._size = deque(), {}, 0, 0
-            self.add(kept[::-1])
+            self.push(kept[::-1])
 
     def pop(self, count: int) -> list[int]:
         """Remove and return blocks from the oldest runs.

@@ -6,7 +6,7 @@ block is evicted before one that continues it. `LfuQueue` keeps to the leaves to
 Sources: SIEVE: Zhang et al., NSDI 2024. S3-FIFO: Yang et al., SOSP 2023. GDSF: Cherkasova, HP Laboratories, 1998.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import chain, count, repeat
@@ -21,16 +21,23 @@ _Key = float | int
 _Entry = tuple[_Key, int, int, int, list[Any]]
 
 
+class Run(list[int]):
+    """Blocks that one table has released at once, and the rank that they came to."""
+
+    __slots__ = ("rank",)
+    rank: int
+
+
 class RankedQueue(EvictionPolicy):
     """Blocks in ranks: the lowest rank first, within a rank as `LruQueue`. A subclass says the ranks of a table."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._ranks: dict[int, LruQueue] = {}
-        self._rank_of: dict[int, int] = {}
+        self._ranks = defaultdict[int, LruQueue](LruQueue)
+        self._run_of: dict[int, Run] = {}
 
     def __len__(self) -> int:
-        return len(self._rank_of)
+        return len(self._run_of)
 
     def rank(self, table: Released) -> int:
         """The rank of all blocks of a table."""
@@ -40,17 +47,26 @@ class RankedQueue(EvictionPolicy):
         """Add blocks of one table."""
         self._add(blocks, self.rank(table))
 
-    def _add(self, blocks: Sequence[int], rank: int) -> None:
-        self._rank_of.update(zip(blocks, repeat(rank)))
-        self._ranks.setdefault(rank, LruQueue()).add(blocks)
+    def _add(self, blocks: Sequence[int], rank: int) -> Run:
+        run = Run(blocks)
+        run.rank = rank
+        self._run_of.update(zip(run, repeat(run)))
+        self._ranks[rank].push(run)
+        return run
+
+    def _fall(self, run: Run) -> None:
+        """Those blocks of `run` that were not used since come to rank 0, as the last ones there."""
+        if left := [block for block in run if self._run_of.get(block) is run]:
+            self._ranks[run.rank].reuse(left, left)
+            self._add(left, 0)
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks from their ranks."""
         by_rank: dict[int, list[int]] = {}
-        for block in queued:
-            by_rank.setdefault(self._rank_of.pop(block), []).append(block)
+        for block, run in zip(queued, map(self._run_of.pop, queued), strict=True):
+            by_rank.setdefault(run.rank, []).append(block)
         for rank, some in by_rank.items():
-            self._ranks[rank].discard(some)
+            self._ranks[rank].reuse(some, some)
 
     def pop(self, count: int) -> list[int]:
         """Empty the ranks from the lowest on."""
@@ -60,7 +76,7 @@ class RankedQueue(EvictionPolicy):
             queue = self._ranks[rank]
             victims += queue.pop(min(len(queue), count - len(victims)))
         for block in victims:
-            del self._rank_of[block]
+            del self._run_of[block]
         return victims
 
     def blocks(self) -> list[int]:
@@ -100,27 +116,22 @@ class TtlQueue(RankedQueue):
     def __init__(self, seconds: float) -> None:
         super().__init__()
         self._ttl_ns = round(seconds * 1e9)
-        self._due: deque[tuple[int, list[int]]] = deque()
-        self._over: list[list[int]] = []  # their time is over
-        self._run_of: dict[int, list[int]] = {}  # by block, with which others it was released last
+        self._due: deque[tuple[int, Run]] = deque()
+        self._over: list[Run] = []  # their time is over
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Note the time where the request is of a session."""
         kept = table.request is not None and table.request.session is not None
-        self._add(blocks, int(kept))
-        if kept and blocks:
-            run = list(blocks)
+        run = self._add(blocks, int(kept))
+        if kept and run:
             self._due.append((self.facts.clock() + self._ttl_ns, run))
-            self._run_of.update(zip(run, repeat(run)))
 
     def pop(self, count: int) -> list[int]:
         """Let blocks whose time is over fall first."""
         self.check_count(count)
         self.changes_ns()
         for run in self._over:
-            over = [block for block in run if self._rank_of.get(block) and self._run_of[block] is run]
-            self.reuse(over, over)
-            self._add(over, 0)
+            self._fall(run)
         self._over.clear()
         return super().pop(count)
 
@@ -137,39 +148,19 @@ class SupersededQueue(RankedQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._session_of: dict[int, str] = {}  # block in the queue: the session that released it last
-        self._of_session: dict[str, dict[int, None]] = {}
+        self._last: dict[str, Run] = {}  # of a session
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
-        """What earlier turns left in the queue was not taken up by this one."""
+        """What the turn before left in the queue was not taken up by this one."""
         session = None if table.request is None else table.request.session
+        if session in self._last:
+            self._fall(self._last[session])
+        run = self._add(blocks, 1)
         if session is not None:
-            left = list(self._of_session.get(session, ()))
-            self.reuse(left, left)
-            self._add(left[::-1], 0)
-            self._session_of.update(zip(blocks, repeat(session)))
-            self._of_session[session] = dict.fromkeys(reversed(blocks))
-        self._add(blocks, 1)
-
-    def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
-        """Remove the blocks from their sessions too."""
-        super().reuse(blocks, queued)
-        self._leave(queued)
-
-    def _leave(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            session = self._session_of.pop(block, None)
-            if session is not None:
-                of_session = self._of_session[session]
-                del of_session[block]
-                if not of_session:
-                    del self._of_session[session]
-
-    def pop(self, count: int) -> list[int]:
-        """Forget whose blocks they were."""
-        victims = super().pop(count)
-        self._leave(victims)
-        return victims
+            self._last[session] = run
+        if len(self._last) > 64 + 2 * len(self):
+            runs = set(map(id, self._run_of.values()))
+            self._last = {each: run for each, run in self._last.items() if id(run) in runs}
 
 
 class KeyedQueue(EvictionPolicy):
@@ -247,17 +238,18 @@ class KeyedQueue(EvictionPolicy):
 
 
 class Line:
-    """Blocks in the order in which they entered, each with a place. Who goes along passes over one in use.
+    """Blocks in the order in which they entered. Who goes along passes over those in use, which `busy` has.
 
-    Blocks that enter at once are a run, the last one first. A block that was passed over is put back when it is idle
-    again, so it costs nothing meanwhile. Blocks before `hand` wait until somebody begins with the first one again.
+    Blocks that enter at once are a run, the last one first. A block that was passed over or spared has a place, and
+    those without one entered after it. One that was passed over is put back when it is idle again, so it costs nothing
+    meanwhile. Blocks before `hand` wait until somebody begins with the first one again.
     """
 
-    def __init__(self) -> None:
-        self.idle = set[int]()  # those that can be evicted
-        self.place = dict[int, int]()  # of all, those in use included, in this order
-        self.hand = self._entered = 0
+    def __init__(self, busy: set[int]) -> None:
+        self.size = self.hand = self._given = 0
+        self._busy = busy
         self._runs = deque[list[int]]()  # of those that are ahead
+        self._place = dict[int, int]()  # in order
         self._passed = set[int]()
         self._back: list[tuple[int, int]] = []  # a heap, by place: those put back that are ahead
         self._behind: list[int] = []
@@ -266,73 +258,88 @@ class Line:
         """Add new blocks at the end, in this order."""
         if blocks:
             self._runs.append([*reversed(blocks)])
-            self.place.update(zip(blocks, range(self._entered, self._entered + len(blocks)), strict=True))
-            self._entered += len(blocks)
+            self.size += len(blocks)
 
-    def release(self, blocks: Iterable[int]) -> None:
-        """Those of `blocks` that are here can be evicted."""
-        here = self.place.keys() & blocks
-        self.idle |= here
-        for block in self._passed & here if self._passed else ():
+    def release(self, blocks: Sequence[int]) -> None:
+        """Those of `blocks` that are here can be evicted again."""
+        for block in self._passed.intersection(blocks) if self._passed else ():
             self._passed.remove(block)
-            if self.place[block] < self.hand:
+            if self._place[block] < self.hand:
                 self._behind.append(block)
             else:
-                heappush(self._back, (self.place[block], block))
+                heappush(self._back, (self._place[block], block))
 
     def go(self, most: int) -> list[int]:
         """Go along to the next blocks that can be evicted, at most `most`; none if there is none ahead."""
-        runs, back, idle = self._runs, self._back, self.idle
-        while runs or back:
-            if back and not (runs and self.place[runs[0][-1]] < back[0][0]):
+        runs, back, places, busy, found = self._runs, self._back, self._place, self._busy, list[int]()
+        while len(found) < most and (runs or back):
+            count = 1 if back else most - len(found)
+            if back and not (runs and places.get(runs[0][-1], self._given) < back[0][0]):
                 place, block = heappop(back)
-                found = [block] if self.place.get(block) == place else []  # else it was forgotten
+                some = [block] if places.get(block) == place else []  # else it was forgotten
             else:
-                count = 1 if back else most
-                found = runs[0][: -count - 1 : -1]
+                some = runs[0][: -count - 1 : -1]
                 del runs[0][-count:]
                 if not runs[0]:
                     runs.popleft()
-            if not idle.issuperset(found):
-                self._passed.update(block for block in found if block not in idle)
-                found = [block for block in found if block in idle]
-            if found:
-                return found
-        return []
+            if not busy.isdisjoint(some):
+                self._give_places([*found, *some])
+                self._passed.update(block for block in some if block in busy)
+                some = [block for block in some if block not in busy]
+            found += some
+        return found
+
+    def _give_places(self, blocks: Iterable[int]) -> None:
+        for block in blocks:
+            if block not in self._place:
+                self._place[block] = self._given
+                self._given += 1
 
     def remove(self, blocks: Sequence[int]) -> None:
         """Blocks that `go` found are evicted, or move elsewhere."""
-        self.idle.difference_update(blocks)
-        for block in blocks:
-            del self.place[block]
+        self.size -= len(blocks)
+        if not self._place.keys().isdisjoint(blocks):
+            for block in blocks:
+                self._place.pop(block, None)
 
     def put_back(self, blocks: Sequence[int]) -> None:
         """The last ones that `go` found stay where they were."""
         if blocks:
             self._runs.appendleft([*reversed(blocks)])
 
-    def spare(self, blocks: Iterable[int], hand: int) -> None:
-        """Those that `go` found before `hand`, and spared, are behind it. It begins anew behind the last of all."""
-        self._behind += blocks
-        self.hand = hand
-        if not self._runs and hand > next(reversed(self.place.values()), 0):
+    def part(self, found: Sequence[int], spared: Sequence[int], gone: Sequence[int]) -> None:
+        """Of those that `go` found some are spared and the others are evicted: all are behind the hand. It begins anew
+        behind the last of all.
+        """
+        self._give_places(spared)
+        self._behind += spared
+        self.hand = self._place.get(found[-1], self._given - 1) + 1
+        self.remove(gone)
+        if not self._runs and self.hand > next(reversed(self._place.values()), -1):
             self.turn()
 
     def turn(self) -> None:
         """Begin with the first block again."""
         self.hand = 0
-        self.put_back(sorted(self._behind, key=self.place.__getitem__))
+        self.put_back(sorted(self._behind, key=self._place.__getitem__))
         self._behind = []
 
-    def forget(self, blocks: Iterable[int]) -> None:
-        """Remove those of `blocks`, which are in use, that are here. It is rare, so it may look at all."""
-        if here := self.place.keys() & blocks:
-            for block in here:
-                del self.place[block]
-            self._passed -= here
-            left = ([block for block in run if block in self.place] for run in (*self._runs, self._behind))
-            *runs, self._behind = left
-            self._runs = deque(filter(None, runs))
+    def forget(self, blocks: set[int]) -> None:
+        """Remove those of `blocks`, which were in use, that are here. It is rare, so it may look at all."""
+        here = blocks & {*self._place, *chain(*self._runs)}
+        self.size -= len(here)
+        for block in here:
+            self._place.pop(block, None)
+        self._passed -= here
+        *runs, self._behind = (
+            [each for each in run if each not in here] for run in (*self._runs, self._behind)
+        )
+        self._runs = deque(filter(None, runs))
+
+    def blocks(self) -> list[int]:
+        """Those that can be evicted, as they entered."""
+        new = (block for run in self._runs for block in reversed(run) if block not in self._place)
+        return [block for block in (*self._place, *new) if block not in self._busy]
 
 
 class PlacedQueue(EvictionPolicy):
@@ -342,10 +349,12 @@ class PlacedQueue(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines: tuple[Line, ...] = (Line(),)
+        self._busy = set[int]()  # those in use that have a place
+        self._size = 0
+        self._lines: tuple[Line, ...] = (Line(self._busy),)
 
     def __len__(self) -> int:
-        return sum(len(line.idle) for line in self._lines)
+        return self._size
 
     def enter(self, blocks: Sequence[int]) -> None:
         """New blocks, in order, enter a line."""
@@ -353,26 +362,35 @@ class PlacedQueue(EvictionPolicy):
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """New blocks enter, the last of the table first. Others have their places."""
-        new = blocks[::-1]
-        for line in self._lines:
-            new = [block for block in new if block not in line.place]
+        new, busy = blocks[::-1], self._busy
+        self._size += len(blocks)
+        if not busy.isdisjoint(blocks):
+            new = [block for block in new if block not in busy]
+            busy.difference_update(blocks)
+            for line in self._lines:
+                line.release(blocks)
         self.enter(new)
-        for line in self._lines:
-            line.release(blocks)
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """The blocks keep their places."""
-        for line in self._lines:
-            line.idle.difference_update(queued)
+        self._size -= len(queued)
+        self._busy.update(queued)
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
-        for line in self._lines:
-            line.forget(blocks)
+        if known := self._busy.intersection(blocks):
+            self._busy -= known
+            for line in self._lines:
+                line.forget(known)
 
     def pop(self, count: int) -> list[int]:
         """Remove the first ones."""
         self.check_count(count)
+        self._size -= count
+        return self._leave(count)
+
+    def _leave(self, count: int) -> list[int]:
+        """The next `count` blocks, which leave their lines."""
         line, victims = self._lines[0], list[int]()
         while len(victims) < count:
             found = line.go(count - len(victims))
@@ -382,7 +400,7 @@ class PlacedQueue(EvictionPolicy):
 
     def blocks(self) -> list[int]:
         """Line by line, as they entered."""
-        return [block for line in self._lines for block in sorted(line.idle, key=line.place.__getitem__)]
+        return [block for line in self._lines for block in line.blocks()]
 
 
 class FifoQueue(PlacedQueue):
@@ -410,20 +428,17 @@ class SieveQueue(PlacedQueue):
         super().forget(blocks)
         self._used.difference_update(blocks)
 
-    def pop(self, count: int) -> list[int]:
+    def _leave(self, count: int) -> list[int]:
         """Move the hand."""
-        self.check_count(count)
-        line, used, victims = self._lines[0], self._used, list[int]()
+        line, victims = self._lines[0], list[int]()
         while len(victims) < count:
-            if found := line.go(count - len(victims)):
-                hand = line.place[found[-1]] + 1
-                gone = found if used.isdisjoint(found) else [block for block in found if block not in used]
-                victims += gone
-                line.remove(gone)
-                line.spare([block for block in found if block in used], hand)
-                used.difference_update(found)
-            else:
+            while not (found := line.go(count - len(victims))):
                 line.turn()
+            gone = [block for block in found if block not in self._used]
+            spared = [block for block in found if block in self._used]
+            self._used.difference_update(spared)
+            victims += gone
+            line.part(found, spared, gone)
         return victims
 
 
@@ -432,14 +447,14 @@ class CountingQueue(EvictionPolicy):
 
     def __init__(self) -> None:
         super().__init__()
-        self._uses: dict[int, int] = {}
+        self._uses = defaultdict[int, int](int)
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Count the use of all."""
         super().reuse(blocks, queued)
         uses = self._uses
         for block in blocks:
-            uses[block] = uses.get(block, 0) + 1
+            uses[block] += 1
 
     def forget(self, blocks: Sequence[int]) -> None:
         """What comes under these numbers is new."""
@@ -453,7 +468,7 @@ class LfuQueue(CountingQueue, KeyedQueue):
 
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
         """Uses since the block was filled."""
-        return [self._uses.get(block, 0) for block in blocks]
+        return [*map(self._uses.get, blocks, repeat(0))]
 
 
 class GdsfQueue(LfuQueue):
@@ -469,12 +484,14 @@ class GdsfQueue(LfuQueue):
 
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
         """Age at release + (1 + uses) x seconds."""
-        places, before = table.places(blocks), self._seconds_before
-        unknown = range(len(before), places[-1] + 2)
-        before += [self.facts.seconds(place * self.facts.block_size) for place in unknown]
-        whole, uses, age = before[places[-1] + 1], self._uses, self.last_key
-        lost = [whole - before[place] for place in places]
-        return [age + (1 + uses.get(block, 0)) * each for block, each in zip(blocks, lost, strict=True)]
+        places, before, age = table.places(blocks), self._seconds_before, self.last_key
+        for place in range(len(before), places[-1] + 2):
+            before.append(self.facts.seconds(place * self.facts.block_size))
+        whole, starts = before[places[-1] + 1], map(before.__getitem__, places)
+        if self._uses.keys().isdisjoint(blocks):
+            return [age + (whole - at) for at in starts]
+        counts = map(self._uses.get, blocks, repeat(0))
+        return [age + (1 + uses) * (whole - at) for uses, at in zip(counts, starts, strict=True)]
 
 
 class S3FifoQueue(CountingQueue, PlacedQueue):
@@ -491,84 +508,76 @@ class S3FifoQueue(CountingQueue, PlacedQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._lines = self._small, self._main = Line(), Line()
+        self._lines = self._small, self._main = Line(self._busy), Line(self._busy)
         self._ghosts: OrderedDict[BlockHash | None, bool] = OrderedDict()
         self._evicts = False  # whether any block was evicted
 
-    def push(self, blocks: Sequence[int], table: Released) -> None:
-        """Cut the third queue."""
-        super().push(blocks, table)
-        for _ in range(len(self._ghosts) - self.facts.num_blocks * 9 // 10):
-            self._ghosts.popitem(last=False)
-
     def enter(self, blocks: Sequence[int]) -> None:
-        """What the third queue knew enters the large one."""
+        """What the third queue knew enters the large one. It is cut then."""
         hashes, ghosts, main = [*map(self.facts.hash_of, blocks)], self._ghosts, self._main
         if not ghosts.keys().isdisjoint(hashes):
-            main.enter([block for block, each in zip(blocks, hashes, strict=True) if ghosts.pop(each, False)])
-            blocks = [block for block in blocks if block not in main.place]
-        room = len(blocks) if self._evicts else max(0, self._share() - len(self._small.place))
+            known = {block for block, each in zip(blocks, hashes, strict=True) if ghosts.pop(each, False)}
+            main.enter([block for block in blocks if block in known])
+            blocks = [block for block in blocks if block not in known]
+        share = max(1, self.facts.num_blocks // 10)
+        room = len(blocks) if self._evicts else max(0, share - self._small.size)
         main.enter(blocks[room:])
         self._small.enter(blocks[:room])
+        for _ in range(len(ghosts) - self.facts.num_blocks * 9 // 10):
+            ghosts.popitem(last=False)
 
-    def _share(self) -> int:
-        """Of the small queue, in blocks."""
-        return max(1, self.facts.num_blocks // 10)
-
-    def pop(self, count: int) -> list[int]:
+    def _leave(self, count: int) -> list[int]:
         """Of the large queue where it has more than its share, else of the small one; what is used moves on."""
-        self.check_count(count)
         self._evicts = self._evicts or count > 0
         small, main, victims = self._small, self._main, list[int]()
-        while len(victims) < count:
-            before, over = len(victims), len(main.place) - self.facts.num_blocks + self._share()
-            while len(victims) == before and small.idle and not (over > 0 and main.idle):
-                victims += self._of_small(count - before)
-            if len(victims) == before:
-                victims += self._of_main(min(over, count - before) if small.idle else count - before)
+        most = self.facts.num_blocks - max(1, self.facts.num_blocks // 10)
+        while (short := count - len(victims)) > 0:
+            over = main.size - most
+            if over > 0 and (found := main.go(min(over, short))):
+                victims += self._of_main(found)
+                continue
+            gone: Sequence[int] = ()
+            while not gone and (found := small.go(short if main.size <= most else 1)):
+                gone = self._of_small(found)
+            victims += gone or self._of_main(main.go(short))
         return victims
 
-    def _of_small(self, most: int) -> list[int]:
-        """Victims of the small queue, at most `most`; none where its first block moves on."""
-        found, uses = self._small.go(most), self._uses
-        end = len(found)
+    def _of_small(self, found: Sequence[int]) -> Sequence[int]:
+        """Victims of those found in the small queue, up to the first one used enough; none where that moves on."""
+        uses, end, moves = self._uses, len(found), False
         if not uses.keys().isdisjoint(found):
-            end = next((place for place, each in enumerate(found) if uses.get(each, 0) >= self._ENOUGH), end)
-            for block in found[: max(1, end)]:
+            moves = uses.get(found[0], 0) >= self._ENOUGH
+            others = (at for at, each in enumerate(found) if (uses.get(each, 0) >= self._ENOUGH) != moves)
+            end = next(others, end)
+            for block in found[:end]:
                 uses.pop(block, None)
-        self._small.put_back(found[max(1, end) :])
-        self._small.remove(found[: max(1, end)])
-        if not end:
-            self._move(found[:1])
-        for block_hash in map(self.facts.hash_of, found[:end]):
+        self._small.put_back(found[end:])
+        self._small.remove(found := found[:end])
+        if moves:
+            self._main.enter(found)
+            return ()
+        for block_hash in map(self.facts.hash_of, found):
             self._ghosts[block_hash] = True
             self._ghosts.move_to_end(block_hash)
-        return found[:end]
+        return found
 
-    def _of_main(self, most: int) -> list[int]:
-        """Victims of the large queue, at most `most`; what is used there moves to its end, with one use less."""
-        found, uses = self._main.go(most), self._uses
+    def _of_main(self, found: Sequence[int]) -> Sequence[int]:
+        """Victims of those found in the large queue; what is used there moves to its end, with one use less."""
+        uses = self._uses
         self._main.remove(found)
         moves = [block for block in found if block in uses]
+        found = [block for block in found if block not in uses]
         for block in moves:
             if left := min(self._MOST_USES, uses.pop(block)) - 1:
                 uses[block] = left
-        self._move(moves)
-        return [block for block in found if block not in self._main.place]
-
-    def _move(self, blocks: Sequence[int]) -> None:
-        """To the end of the large queue."""
-        self._main.enter(blocks)
-        self._main.idle.update(blocks)
+        self._main.enter(moves)
+        return found
 
 
 def new_policy(rule: Eviction, *, ttl_s: float = 60.0, pinned: int = 0) -> EvictionPolicy:
     """A built-in policy: `ttl_s` is the time to live of `ttl`, `pinned` the leading blocks of `pinned`."""
-    if rule is Eviction.ttl:
-        return TtlQueue(ttl_s)
-    if rule is Eviction.pinned:
-        return PinnedQueue(pinned)
-    return RULES[rule]()
+    made = {Eviction.ttl: TtlQueue(ttl_s), Eviction.pinned: PinnedQueue(pinned)}
+    return made[rule] if rule in made else RULES[rule]()
 
 
 RULES: dict[Eviction, type[EvictionPolicy]] = {

@@ -23,7 +23,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 def lru_order(patch: pytest.MonkeyPatch) -> None:
     """The head of a released table is evicted first, not its tail."""
     push = LruQueue.push
-    patch.setattr(LruQueue, "push", lambda self, blocks, table: push(self, list(blocks)[::-1], table))
+    patch.setattr(LruQueue, "push", lambda self, blocks, table=None: push(self, list(blocks)[::-1], table))
 
 
 def last_token(patch: pytest.MonkeyPatch) -> None:

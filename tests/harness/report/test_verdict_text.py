@@ -5,9 +5,10 @@ import json
 import pytest
 from synthetic_store import grid, write_point, write_store
 
+from engine.core.options import Eviction
 from harness.report import verdict_lines
 from harness.report.study import read_study
-from harness.report.verdict_text import console_lines
+from harness.report.verdict_text import changes, console_lines, summary_markdown
 
 POINT = {"cache.policy": "paged", "cache.block_size": 16}
 
@@ -135,6 +136,34 @@ def test_groups_that_keep_what_vllm_keeps_need_no_word(tmp_path):
         tmp_path, cache={"groups": "uniform", "prefix_caching": True, "retention_interval": 0}
     )
     assert not any("documents asked twice" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("cache", "rules", "said"),
+    [
+        ({"eviction": "gdsf"}, None, ["gdsf"]),
+        ({"eviction": "gdsf"}, {"eviction": 2}, []),
+        ({"eviction": None, "keep": "ttl"}, None, ["ttl"]),
+        ({"eviction": "priority"}, None, []),
+        ({"eviction": "lru", "tier_eviction": "priority"}, None, []),
+        ({"eviction": "lru", "tier_eviction": "priority", "tier_tokens": 64}, None, ["priority"]),
+    ],
+)
+def test_a_rule_that_was_corrected_since_is_named_beside_its_figures(tmp_path, cache, rules, said):
+    folder = write_point(tmp_path / "old", POINT)
+    record = json.loads((folder / "record.json").read_text())
+    record["config"]["cache"] |= cache
+    record["pool"] |= {"rules": rules} if rules else {}
+    (folder / "record.json").write_text(json.dumps(record))
+    write_point(tmp_path / "new", POINT)
+    for lines in (
+        verdict_lines(tmp_path / "old"),
+        summary_markdown(tmp_path / "old").splitlines(),
+        changes(tmp_path / "new", tmp_path / "old")[1],
+    ):
+        assert [
+            rule for rule in Eviction if any(f"an earlier rule of {rule}," in line for line in lines)
+        ] == said
 
 
 @pytest.mark.parametrize("pace", [None, {}])

@@ -46,7 +46,7 @@ class Random(LruQueue):
     def pop(self, count: int) -> list[int]:
         known = self.blocks()
         chosen = self._draw.sample(known, count)
-        self.discard(chosen)
+        self.reuse(chosen, chosen)
         return chosen
 
 
@@ -55,7 +55,7 @@ class MostRecent(LruQueue):
 
     def pop(self, count: int) -> list[int]:
         chosen = self.blocks()[::-1][:count]
-        self.discard(chosen)
+        self.reuse(chosen, chosen)
         return chosen
 
 

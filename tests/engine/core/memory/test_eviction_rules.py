@@ -260,24 +260,25 @@ class Both(EvictionPolicy):
 
 
 @pytest.mark.parametrize("rule", list(Eviction))
-@pytest.mark.parametrize("seed", range(tier(4, 60)))
+@pytest.mark.parametrize("seed", tier([1, 2, 3, 16], range(60)))
 def test_a_rule_evicts_as_it_is_defined(rule: Eviction, seed: int) -> None:
     """Tables of a few texts that are taken, shared, rewritten in part and released in any order."""
     draw, now = random.Random(seed), [0]
     policy = Both(new_policy(rule, ttl_s=5e-9, pinned=2), ByDefinition(rule))
     policy.facts.clock, policy.facts.block_size = lambda: now[0], SIZE
     policy.facts.pair_s = 0.01
-    pool = BlockPool(20, eviction=policy)
+    blocks, texts, longest, steps = (20, 5, 6, 150) if seed % 4 else (100, 9, 30, 400)
+    pool = BlockPool(blocks, eviction=policy)
     tables: list[tuple[list[int], Request]] = []
-    for step in range(150):
+    for step in range(steps):
         now[0] += draw.randint(0, 2)
-        if tables and (draw.random() < 0.5 or pool.free_blocks < 6):
+        if tables and (draw.random() < 0.5 or pool.free_blocks < longest):
             table, owner = tables.pop(draw.randrange(len(tables)))
             if draw.random() < 0.1 and pool.references(table[-1]) == 1:
                 pool.uncache(table[-1:])
             pool.release(table, 0, owner)
         else:
-            text, length = draw.randint(0, 5), draw.randint(1, 6)
+            text, length = draw.randint(0, texts), draw.randint(1, longest)
             hashes = [f"{text}.{place}" for place in range(length)]
             hits = pool.find(hashes)
             pool.share(hits)

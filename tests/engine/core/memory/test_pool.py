@@ -171,7 +171,7 @@ def test_a_cached_block_shared_twice_in_one_call_is_refused() -> None:
 
 def test_an_eviction_queue_asked_for_more_than_it_has_keeps_all() -> None:
     queue = LruQueue()
-    queue.add([1, 2])
+    queue.push([1, 2])
     with pytest.raises(OutOfBlocksError, match="3 blocks to evict were asked for, 2 are in the queue"):
         queue.pop(3)
     assert queue.blocks() == [2, 1]

@@ -330,8 +330,10 @@ def nothing_touched(tier: Tier, units: Any) -> None:
     """What is read is not of use again."""
 
 
-def head_first(queue: LruQueue, blocks: Sequence[int], table: Released) -> None:
-    queue.add(blocks[::-1])
+def head_first(
+    queue: LruQueue, blocks: Sequence[int], table: Released | None = None, push: Any = LruQueue.push
+) -> None:
+    push(queue, blocks[::-1], table)
 
 
 def found_one_more(real: Callable[..., TierHit]) -> Callable[..., TierHit]:
