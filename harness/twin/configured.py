@@ -146,8 +146,8 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
-    inferred = _inferred(settings, replaced)
-    warnings = (scheduler, _other_client(log, config), log.lost, inferred, _assumed(settings, chosen, config))
+    others = (scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
+    warnings = (_offloaded(settings, chosen, config), *others, _assumed(settings, chosen, config))
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 
@@ -248,6 +248,17 @@ def _own(settings: EngineSettings) -> list[str]:
     return words
 
 
+def _offloaded(settings: EngineSettings, chosen: set[str], config: RunConfig) -> str:
+    """What to say of KV blocks in host memory, which are not simulated unless the user says so; empty without any."""
+    if not settings.host_memory_gb or "cache.tier_tokens" in chosen:
+        return ""
+    tokens = settings.host_memory_gb * 1e9 // deployment_of(config).pool.kv_bytes_per_token
+    return (
+        f"Warning: what the engine found in {settings.host_memory_gb:.3g} GB of host memory (kv_offloading_size) is "
+        f"computed again here: first tokens come too late. Set cache.tier_tokens={tokens:.0f} to simulate that memory."
+    )
+
+
 def _contradictions(
     settings: EngineSettings, replaced: Mapping[str, str], config: RunConfig, chosen: set[str]
 ) -> list[str]:
@@ -346,10 +357,6 @@ def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> s
 
 def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:
     found = [f"{name} = {value}: no key of ours, not simulated." for name, value in settings.unmapped.items()]
-    if settings.host_memory_gb:
-        found.append(
-            f"{settings.host_memory_gb:.3g} GB of host memory for KV blocks: reuse from there is not simulated."
-        )
     if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(

@@ -149,16 +149,14 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     if not cache.tier_tokens:
         return None
     device, host = deployment.device, host_tier(deployment, cache.tier_tokens)
-    specs, chunk = [host], (cache.tier_chunk or size) // size
+    specs, unit = [host], cache.tier_chunk or size
     if cache.disk_tokens:
         whole = size * deployment.pool.kv_bytes_per_token
         read_s, write_s = (whole / (rate * 1e9) for rate in (device.disk_read_gbs, device.disk_write_gbs))
         late_s = host.latency_s + device.disk_latency_us * 1e-6
-        units = cache.disk_tokens // (size * chunk)
-        specs.append(TierSpec("disk", units, host.read_s + read_s, write_s, late_s))
+        specs.append(TierSpec("disk", cache.disk_tokens // unit, host.read_s + read_s, write_s, late_s))
     made = []
     for spec in specs:
-        unit = size * chunk
         rule = new_policy(cache.tier_eviction, ttl_s=cache.ttl_s, pinned=cache.pinned_tokens // unit)
         rule.facts = replace(policy.facts, block_size=unit)
         made.append(Tier(spec, rule))
@@ -166,7 +164,7 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     return Tiers(
         *(made, policy.facts),
         copies=HostBlocks(cache.host_tokens // size, spare) if deployment.copies_tiers else None,
-        chunk=chunk,
+        chunk=unit // size,
         store=cache.tier_store,
         load=cache.tier_load,
         overlaps=cache.tier_overlap,

@@ -117,7 +117,7 @@ class TtlQueue(RankedQueue):
         super().__init__()
         self._ttl_ns = round(seconds * 1e9)
         self._due: deque[tuple[int, Run]] = deque()
-        self._over: list[Run] = []  # their time is over
+        self._over = deque[Run]()  # their time is over
 
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Note the time where the request is of a session."""
@@ -130,9 +130,8 @@ class TtlQueue(RankedQueue):
         """Let blocks whose time is over fall first."""
         self.check_count(count)
         self.changes_ns()
-        for run in self._over:
-            self._fall(run)
-        self._over.clear()
+        while self._over:
+            self._fall(self._over.popleft())
         return super().pop(count)
 
     def changes_ns(self) -> int | None:
@@ -484,10 +483,9 @@ class GdsfQueue(LfuQueue):
 
     def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
         """Age at release + (1 + uses) x seconds."""
-        places, before, age = table.places(blocks), self._seconds_before, self.last_key
-        for place in range(len(before), places[-1] + 2):
-            before.append(self.facts.seconds(place * self.facts.block_size))
-        whole, starts = before[places[-1] + 1], map(before.__getitem__, places)
+        places, before, size = table.places(blocks), self._seconds_before, self.facts.block_size
+        before += [self.facts.seconds(place * size) for place in range(len(before), places[-1] + 2)]
+        whole, starts, age = before[places[-1] + 1], map(before.__getitem__, places), self.last_key
         if self._uses.keys().isdisjoint(blocks):
             return [age + (whole - at) for at in starts]
         counts = map(self._uses.get, blocks, repeat(0))

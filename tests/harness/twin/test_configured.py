@@ -206,6 +206,16 @@ def test_an_engine_whose_scheduler_is_not_simulated_is_said_first_with_a_wide_ba
     assert found.config.device.ttft_spread >= 0.4
 
 
+def test_host_memory_for_kv_blocks_is_said_first_with_the_key_that_simulates_it(recorded: EngineLog) -> None:
+    log = with_settings(recorded, host_memory_gb=10 * 2**30 / 1e9)
+    found = configured(log, ("device=rtx_pro_6000",))
+    tokens = 10 * 2**30 // resolve(found.config).pool.kv_bytes_per_token
+    assert "10.7 GB of host memory (kv_offloading_size) is computed again here" in found.warnings[0]
+    assert f"Set cache.tier_tokens={tokens} to simulate" in found.warnings[0]
+    simulated = configured(log, ("device=rtx_pro_6000", f"cache.tier_tokens={tokens}"))
+    assert (simulated.warnings, simulated.config.cache.tier_tokens) == ((), tokens)
+
+
 def test_the_scheduler_of_a_newer_vllm_needs_no_warning(recorded: EngineLog) -> None:
     assert not any(
         "scheduler" in warning for warning in configured(recorded, ("device=rtx_pro_6000",)).warnings
