@@ -3,7 +3,7 @@
 `EngineThread` takes commands through one queue, between two steps, and hands on the outputs of a step as one
 `Delivery`. `AsyncEngine` is the side of the clients. Both only exchange plain messages, so they may be in two
 processes (`harness.serve.apart`). Texts are encoded on the clients' side and forms compiled on the engine's, in threads
-of their own, so that a long one stops nobody. Closing a stream early aborts its request.
+of their own but for short texts, so that a long one stops nobody. Closing a stream early aborts its request.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ from engine.runtime.text import Tokenizer
 
 Result = TypeVar("Result")
 _THREADS = 4  # a tokenizer lets other threads run while it encodes
+_SHORT = 512  # characters, less than handing them to a thread and back takes
 _LONG = 16_384  # characters, some milliseconds
 _Item = RequestOutput | Exception
 Observer = Callable[[list[RequestOutput]], None]
@@ -275,7 +276,9 @@ class AsyncEngine:
         params = params or SamplingParams()
         text = prompt if isinstance(prompt, str) else None
         encode = partial(encode_prompt, prompt, self.facts.tokenizer)
-        ids = truncated(await self.aside(encode, len(text or "")), params, self.facts.limits)
+        at_once = text is not None and len(text) <= _SHORT
+        ids = encode() if at_once else await self.aside(encode, len(text or ""))
+        ids = truncated(ids, params, self.facts.limits)
         number, stream, finished = next(self._numbers), _Stream(text, ids), False
         with self._lock:
             self._check_open()

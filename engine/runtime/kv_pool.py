@@ -163,10 +163,6 @@ class KVPool:
             return self.marks.count()
         return int(torch.isfinite(self.keys[0][1:, :, 0, 0]).sum())
 
-    def null_block_is_clean(self) -> bool:
-        """Whether the null block is still all zeros."""
-        return not any(bool(stack[:, 0].any()) for stack in self._stacks.values())
-
 
 def kv_dtype_of(name: KVDtype | str, model_dtype: torch.dtype) -> torch.dtype:
     """The element type of K and V for an option. Raises ModelError for an unknown name."""

@@ -107,9 +107,7 @@ class BeamSearchParams:
     def sampling(self, ends: Sequence[int]) -> SamplingParams:
         """The parameters of the engine, where `ends` are the tokenizer's end tokens. Raises ParamsError."""
         if self.temperature:
-            raise ParamsError(
-                "temperature", f"{self.temperature!r}: beam search takes no samples; leave it at 0"
-            )
+            raise ParamsError("temperature", f"{self.temperature!r}: beam search takes no samples")
         if self.watermarking:
             raise ParamsError("watermarking", "True is not offered here")
         return SamplingParams(

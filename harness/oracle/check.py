@@ -164,12 +164,7 @@ class DecisionsObserver(Observer):
     named. Steps must be taken one by one.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        lru: NotedLru,
-        observe: Observe,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, lru: NotedLru, observe: Observe) -> None:
         self._scheduler = scheduler
         manager = cast(PagedManager, scheduler.manager)
         groups = layer_groups(manager)

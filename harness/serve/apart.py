@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -147,6 +148,7 @@ def _begin(
     """The process of the server: a terminal's signals come by way of the engine's process."""
     os.setsid()
     other.close()
+    sys.setswitchinterval(0.0005)  # s: each output passes from the thread that reads it to the event loop
     with suppress(EOFError):  # the engine could not be made
         engine = AsyncEngine(connection.recv(), _Pipe(connection))
         Listener(build_app(engine, **options)).run(sockets=[listener])

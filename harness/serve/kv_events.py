@@ -44,10 +44,6 @@ class KvEventPublisher:
             )
             raise UserError(reason) from error
 
-    def await_subscriber(self, seconds: float) -> bool:
-        """Whether a subscriber comes within so many seconds. Call it before the first step."""
-        return bool(self._socket.poll(int(1000 * seconds)))
-
     def observe(self) -> None:
         """Publish what has changed since the last call. It never waits."""
         batch = self._recorder.batch(time.time())

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -18,15 +19,18 @@ BODY_S = 30.0  # between two parts of a body
 # a body is large from here on: its parts are taken with pauses, for which others need not wait
 LARGE_BYTES = 1 << 20
 PAUSE_S = 0.01
+GAP_S = (
+    0.1  # between the ends of two large bodies: each takes some 10 ms to be parsed, for which all others wait
+)
 
 
 class BodyLimit:
     """Answers 413 to a body of more than `MAX_BODY_BYTES`, which is read to its end and not kept, and 408 to one whose
-    next part does not come within `BODY_S` seconds. Reads large bodies with pauses.
+    next part does not come within `BODY_S` seconds. Reads large bodies with pauses, and gives them one by one.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+        self._app, self._free_s = app, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, and count the bytes of its body."""
@@ -46,6 +50,9 @@ class BodyLimit:
             more = more and message.get("more_body", False)
             read += len(message.get("body", b""))
             if read <= MAX_BODY_BYTES:
+                if read > LARGE_BYTES and not more:
+                    self._free_s = max(time.monotonic(), self._free_s) + GAP_S
+                    await asyncio.sleep(self._free_s - GAP_S - time.monotonic())
                 return message
             while message.get("more_body"):
                 message = await part()

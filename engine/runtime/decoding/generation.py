@@ -170,10 +170,9 @@ class EveryEndSearch(BeamSearch):
         ended, going = np.flatnonzero(alive & ends), np.flatnonzero(alive & ~ends)[: self._width]
         last = generated >= self._limit or not len(going)
         self._finish(np.append(ended, going) if last else ended, parents, tokens, scores, outputs)
-        self.stopped = last
         if not last:
             self._update_improvable(scores[going], generated)
-            self.stopped = not self._improvable
+        self.stopped = last or not self._improvable
         lost = self._width - len(going)
         self.scores = np.append(scores[going], np.full(lost, -np.inf))
         chosen = [*parents[going].tolist(), *[0] * lost], [*tokens[going].tolist(), *[0] * lost]

@@ -60,7 +60,7 @@ def test_the_null_block_is_never_written(model_of, prompts):
 
     llm = make_llm(model_of(), block_size=16)
     llm.generate(prompts, SamplingParams(max_tokens=10))
-    assert llm.runner.pool.null_block_is_clean()
+    assert not any(bool(each[0].float().any()) for each in (*llm.runner.pool.keys, *llm.runner.pool.values))
 
 
 def test_audits_happen_every_so_many_steps(model_of, prompts):

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from urllib.parse import urlsplit
@@ -234,10 +235,25 @@ def test_a_body_that_does_not_go_on_is_a_408(address, monkeypatch):
     assert answer_to(address, head).startswith(b"HTTP/1.1 408")
 
 
+def test_large_bodies_are_given_one_after_the_other_and_others_between_them(address, monkeypatch):
+    """Parsing one keeps all others waiting; their parts arrive at once."""
+    monkeypatch.setattr("harness.serve.limits.GAP_S", 0.2)
+    large = {"prompt": "a", "cache_salt": "a" * (2**20 + 1)}
+    begun = time.perf_counter()
+    with ThreadPoolExecutor() as pool:
+        sent = [pool.submit(post, address, large) for _ in range(4)]
+        assert serves(address)
+        assert {one.result().status_code for one in sent} == {400}
+    assert time.perf_counter() - begun >= 3 * 0.2
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": "wait for me", "max_tokens": 1}),
+        (
+            "/v1/completions",
+            {"prompt": "wait for me" + "." * 600, "max_tokens": 1, "truncate_prompt_tokens": 8},
+        ),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "wait for me"}], "max_tokens": 1}),
         ("/tokenize", {"prompt": "wait for me"}),
     ],
