@@ -4,24 +4,12 @@ waiting users, and for turns of conversations.
 
 import numpy as np
 
-from harness.compiled.numba_edge import jitable
-from harness.compiled.state import (
-    ARRIVED,
-    COMING,
-    DUE,
-    ENDED,
-    HEAD,
-    NEXT,
-    NOW,
-    SEEN,
-    TAIL,
-    Heap,
-    ReplayState,
-)
+from harness.compiled.numba_edge import called, inlined
+from harness.compiled.state import ENTRY, Heap, ReplayState
 from harness.replay.arrivals import NEVER
 
 
-@jitable
+@called
 def push(heap: Heap, size: int, key: int, tie: int, request: int) -> None:
     """Add a request to the `size` ones of `heap`."""
     place = size
@@ -35,7 +23,7 @@ def push(heap: Heap, size: int, key: int, tie: int, request: int) -> None:
     heap.key[place], heap.tie[place], heap.request[place] = key, tie, request
 
 
-@jitable
+@called
 def pop(heap: Heap, size: int) -> int:
     """Take the first of the `size` requests of `heap`."""
     first, last = heap.request[0], size - 1
@@ -55,105 +43,108 @@ def pop(heap: Heap, size: int) -> int:
     return int(first)
 
 
-@jitable
+@called
 def is_before(key: int, tie: int, other_key: int, other_tie: int) -> bool:
     """Whether a request of `key` and `tie` goes before one of the others."""
     return key < other_key or (key == other_key and tie < other_tie)
 
 
-@jitable
+@called
 def send(state: ReplayState, request: int, at_ns: int) -> None:
     """`request` arrives at `at_ns`; of equal times those that were sent first go first."""
     at = state.at
-    push(state.arriving, at[DUE], at_ns, at[NEXT], request)
-    at[DUE] += 1
-    at[NEXT] += 1
+    push(state.arriving, at[ENTRY.due], at_ns, at[ENTRY.next], request)
+    at[ENTRY.due] += 1
+    at[ENTRY.next] += 1
 
 
-@jitable
+@inlined
 def take_arrivals(state: ReplayState) -> None:
     """Queue the requests that the next step sees; those that can never be served end at once."""
     at, arrival_ns, requests = state.at, state.inputs.arrival_ns, state.requests
-    while at[DUE] and state.arriving.key[0] <= at[SEEN]:
+    while at[ENTRY.due] and state.arriving.key[0] <= at[ENTRY.seen]:
         due_ns = state.arriving.key[0]
-        requests.lane[at[COMING]] = pop(state.arriving, at[DUE])
-        arrival_ns[requests.lane[at[COMING]]] = due_ns
-        at[DUE] -= 1
-        at[COMING] += 1
-    while at[ARRIVED] < at[COMING] and arrival_ns[requests.lane[at[ARRIVED]]] <= at[SEEN]:
-        request = requests.lane[at[ARRIVED]]
-        requests.place[request] = at[ARRIVED]
-        at[ARRIVED] += 1
+        requests.lane[at[ENTRY.coming]] = pop(state.arriving, at[ENTRY.due])
+        arrival_ns[requests.lane[at[ENTRY.coming]]] = due_ns
+        at[ENTRY.due] -= 1
+        at[ENTRY.coming] += 1
+    while (
+        at[ENTRY.arrived] < at[ENTRY.coming]
+        and arrival_ns[requests.lane[at[ENTRY.arrived]]] <= at[ENTRY.seen]
+    ):
+        request = requests.lane[at[ENTRY.arrived]]
+        requests.place[request] = at[ENTRY.arrived]
+        at[ENTRY.arrived] += 1
         if state.inputs.fits[request]:
             put_last(state, request)
         else:
-            note_end(state, request, at[NOW])
+            note_end(state, request, at[ENTRY.now])
 
 
-@jitable
+@called
 def put_last(state: ReplayState, request: int) -> None:
     """`request` waits: at the end of the queue, or where its priority says."""
     at = state.at
     if state.rules.ordered:
         place = state.requests.place[request]
-        push(state.waiting, at[TAIL] - at[HEAD], state.inputs.priority[request], place, request)
+        push(state.waiting, at[ENTRY.tail] - at[ENTRY.head], state.inputs.priority[request], place, request)
     else:
-        state.requests.queue[at[TAIL]] = request
-    at[TAIL] += 1
+        state.requests.queue[at[ENTRY.tail]] = request
+    at[ENTRY.tail] += 1
 
 
-@jitable
+@called
 def put_back(state: ReplayState, request: int) -> None:
     """`request` was preempted: it came before all that wait, or its priority says where it waits."""
     if state.rules.ordered:
         put_last(state, request)
         return
-    state.at[HEAD] -= 1
-    state.requests.queue[state.at[HEAD]] = request
+    state.at[ENTRY.head] -= 1
+    state.requests.queue[state.at[ENTRY.head]] = request
 
 
-@jitable
+@called
 def first_waiting(state: ReplayState) -> int:
     """The request that is served next."""
     at = state.at
-    return int(state.waiting.request[0] if state.rules.ordered else state.requests.queue[at[HEAD]])
+    return int(state.waiting.request[0] if state.rules.ordered else state.requests.queue[at[ENTRY.head]])
 
 
-@jitable
+@called
 def take_first(state: ReplayState) -> int:
     """The same, which waits no more."""
     at, request = state.at, first_waiting(state)
     if state.rules.ordered:
-        pop(state.waiting, at[TAIL] - at[HEAD])
-    at[HEAD] += 1
+        pop(state.waiting, at[ENTRY.tail] - at[ENTRY.head])
+    at[ENTRY.head] += 1
     return request
 
 
-@jitable
+@called
 def note_end(state: ReplayState, request: int, at_ns: int) -> None:
     """`request` has finished, or was rejected."""
     at, inputs, waits_for = state.at, state.inputs, state.inputs.waits_for
-    state.requests.ended[at[ENDED]] = request
-    at[ENDED] += 1
+    state.requests.ended[at[ENTRY.ended]] = request
+    at[ENTRY.ended] += 1
     if len(waits_for):  # the turns that follow, each after its own pause
         for place in range(inputs.first_follower[request], inputs.first_follower[request + 1]):
             turn = inputs.follower[place]
             waits_for[turn] -= 1
             if not waits_for[turn]:
                 send(state, turn, at_ns + inputs.pause_ns[turn])
-    elif at[NEXT] < len(inputs.pause_ns):  # its user takes the next of the list
-        send(state, at[NEXT], at_ns + inputs.pause_ns[at[NEXT]])
+    elif at[ENTRY.next] < len(inputs.pause_ns):  # its user takes the next of the list
+        send(state, at[ENTRY.next], at_ns + inputs.pause_ns[at[ENTRY.next]])
 
 
-@jitable
+@inlined
 def next_arrival(state: ReplayState) -> int:
     """When the next request arrives, as far as is known now; else NEVER."""
     at = state.at
-    if at[DUE]:
+    if at[ENTRY.due]:
         return int(state.arriving.key[0])
-    return (
-        int(state.inputs.arrival_ns[state.requests.lane[at[ARRIVED]]]) if at[ARRIVED] < at[COMING] else NEVER
-    )
+    if at[ENTRY.arrived] == at[ENTRY.coming]:
+        return NEVER
+    return int(state.inputs.arrival_ns[state.requests.lane[at[ENTRY.arrived]]])
 
 
 def open_lane(state: ReplayState, users: int) -> None:
@@ -161,7 +152,7 @@ def open_lane(state: ReplayState, users: int) -> None:
     inputs, at = state.inputs, state.at
     if not len(inputs.pause_ns):
         state.requests.lane[:] = np.arange(len(state.requests.lane))
-        at[COMING] = len(state.requests.lane)
+        at[ENTRY.coming] = len(state.requests.lane)
     elif len(inputs.waits_for):
         for turn in np.flatnonzero(inputs.waits_for == 0):
             send(state, turn, inputs.arrival_ns[turn])

@@ -8,7 +8,7 @@ branches fork from the prompt again and catch up, one after the other.
 
 from harness.compiled.drafts import ahead, below, seed_word
 from harness.compiled.groups import lacking_pages, release_tables
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.pool import (
     blocks_of,
     branch_tokens,
@@ -18,7 +18,7 @@ from harness.compiled.pool import (
     table_totals,
     take_free,
 )
-from harness.compiled.state import COPIES, ENTRIES, INTERNAL, SLOTS, WRITTEN, ReplayState
+from harness.compiled.state import ENTRY, ReplayState
 from harness.compiled.tiers import write_table
 from harness.replay.arrivals import NEVER
 from harness.replay.beams import EVEN
@@ -27,19 +27,19 @@ from harness.replay.branches import SCALE
 _EVEN, _SCALE = float(EVEN), float(SCALE)
 
 
-@jitable
+@inlined
 def is_beam(state: ReplayState, row: int) -> bool:
     """Whether the request of `row` searches with beams."""
     return bool(state.inputs.beam[state.batch.request[row]])
 
 
-@jitable
+@inlined
 def first_own(state: ReplayState, row: int) -> int:
     """The index of the first block of a table that may hold generated tokens."""
     return int(state.inputs.prompt[state.batch.request[row]] // state.rules.block_size)
 
 
-@jitable
+@inlined
 def needed_blocks(state: ReplayState, row: int, query: int) -> int:
     """Blocks that `row` must take to compute `query` tokens in each of its branches, copies included."""
     batch = state.batch
@@ -64,11 +64,11 @@ def fork(state: ReplayState, row: int) -> None:
     batch.branches[row] = width
     batch.copies[row] = (width - 1) * partial
     batch.behind[row] = width * (batch.generated[row] - 1)
-    state.at[ENTRIES] += (width - 1) * batch.blocks[row]
+    state.at[ENTRY.entries] += (width - 1) * batch.blocks[row]
     if not state.inputs.beam[request]:
         return
-    state.at[SLOTS] -= 1
-    slot = state.beams.spare_slots[state.at[SLOTS]]
+    state.at[ENTRY.slots] -= 1
+    slot = state.beams.spare_slots[state.at[ENTRY.slots]]
     batch.slot[row] = slot
     beams = state.beams
     numbers = beams.references.shape[1]
@@ -82,7 +82,7 @@ def fork(state: ReplayState, row: int) -> None:
             beams.tables[slot, branch, 0] = shared
 
 
-@jitable
+@inlined
 def new_number(state: ReplayState, slot: int, references: int) -> int:
     """A number for a block of the beams at `slot`."""
     beams = state.beams
@@ -92,7 +92,7 @@ def new_number(state: ReplayState, slot: int, references: int) -> int:
     return int(number)
 
 
-@jitable
+@inlined
 def extend_branches(state: ReplayState, row: int) -> None:
     """Each branch of `row` computes one token: shared partial last blocks are copied, and new ones follow full ones."""
     at, batch, size = state.at, state.batch, state.rules.block_size
@@ -101,18 +101,18 @@ def extend_branches(state: ReplayState, row: int) -> None:
         extend_tables(state, row)
     if computed % size == 0:
         take_free(state, branches)
-        at[ENTRIES] += branches
+        at[ENTRY.entries] += branches
         batch.blocks[row] += 1
         batch.distinct[row] += branches
         note_last_blocks(state, row, branches)
     elif copies:
         take_free(state, copies)
-        at[COPIES] += copies
-        at[WRITTEN] += copies * (computed % size)
+        at[ENTRY.copies] += copies
+        at[ENTRY.written] += copies * (computed % size)
         batch.distinct[row] += copies
         batch.copies[row] = 0
         note_last_blocks(state, row, copies)
-    at[WRITTEN] += branches
+    at[ENTRY.written] += branches
 
 
 @called
@@ -141,11 +141,11 @@ def catch_up(state: ReplayState, row: int, query: int) -> None:
     take_free(state, added + copied)
     batch.distinct[row] += added + copied
     batch.copies[row] -= copied
-    at[COPIES] += copied
-    at[WRITTEN] += query + copied * (batch.computed[row] % size)
+    at[ENTRY.copies] += copied
+    at[ENTRY.written] += query + copied * (batch.computed[row] % size)
     entries_then, _, unfillable_then = table_totals(state, row, query)
-    at[ENTRIES] += entries_then - entries
-    at[INTERNAL] += unfillable_then - unfillable
+    at[ENTRY.entries] += entries_then - entries
+    at[ENTRY.internal] += unfillable_then - unfillable
     slot, beams, own = batch.slot[row], state.beams, first_own(state, row)
     if slot == NEVER:
         return
@@ -160,7 +160,7 @@ def catch_up(state: ReplayState, row: int, query: int) -> None:
             beams.tables[slot, branch, place] = new_number(state, slot, 1)
 
 
-@jitable
+@inlined
 def extend_tables(state: ReplayState, row: int) -> None:
     """The tables of beams that write one token each."""
     batch, beams, slot = state.batch, state.beams, state.batch.slot[row]
@@ -175,7 +175,7 @@ def extend_tables(state: ReplayState, row: int) -> None:
             beams.tables[slot, branch, place] = new_number(state, slot, 1)
 
 
-@jitable
+@inlined
 def reparent(state: ReplayState, row: int) -> None:
     """Give every beam of `row` the blocks of its drawn parent, and drop the tables of beams without a child.
 
@@ -210,12 +210,12 @@ def reparent(state: ReplayState, row: int) -> None:
                 dropped += place == length - 1
     batch.distinct[row] -= gone
     give_back(state, gone)
-    at[WRITTEN] -= gone * size - dropped * (batch.blocks[row] * size - batch.computed[row])
+    at[ENTRY.written] -= gone * size - dropped * (batch.blocks[row] * size - batch.computed[row])
     note_last_blocks(state, row, -dropped)
     batch.copies[row] = dropped if batch.computed[row] % size else 0
 
 
-@jitable
+@inlined
 def common_places(state: ReplayState, slot: int, one: int, other: int, length: int) -> int:
     """How many leading places of the tables of two beams hold the same blocks."""
     if one == other:
@@ -227,7 +227,7 @@ def common_places(state: ReplayState, slot: int, one: int, other: int, length: i
     return 0
 
 
-@jitable
+@called
 def release_row(state: ReplayState, row: int, is_found: bool, unseen: int) -> None:
     """Release all blocks of `row`, and its slot; `is_found`: its request may come back for what stays cached.
 
@@ -241,11 +241,11 @@ def release_row(state: ReplayState, row: int, is_found: bool, unseen: int) -> No
             write_table(state.tiers, state.batch.request[row], state.batch.named[row] + kept)
         release(state, row, kept if state.rules.keeps else 0, is_found or state.tiers.chunk > 0)
     if state.batch.slot[row] != NEVER:
-        state.beams.spare_slots[state.at[SLOTS]] = state.batch.slot[row]
-        state.at[SLOTS] += 1
+        state.beams.spare_slots[state.at[ENTRY.slots]] = state.batch.slot[row]
+        state.at[ENTRY.slots] += 1
 
 
-@jitable
+@called
 def kept_blocks(state: ReplayState, row: int, unseen: int) -> int:
     """Blocks without a name that are cached when `row` is released: full ones, but not those that beams generated.
 
@@ -268,7 +268,7 @@ def kept_blocks(state: ReplayState, row: int, unseen: int) -> int:
 # -- parents -----------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@inlined
 def draw_parents(state: ReplayState, row: int) -> None:
     """`BeamGenealogy.parents` of the token that `row` has just chosen, sorted, into `beams.parents`."""
     batch, beams = state.batch, state.beams

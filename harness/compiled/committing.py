@@ -7,51 +7,24 @@ from harness.compiled.arriving import note_end
 from harness.compiled.branches import fork, is_beam, reparent
 from harness.compiled.drafts import kept_drafts
 from harness.compiled.groups import log_waste, lost_slots
-from harness.compiled.numba_edge import jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.pool import blocks_of
 from harness.compiled.scheduling import lacking_tokens, move, release_ended, samples, wait_for_end
-from harness.compiled.state import (
-    ADMITTED,
-    CACHED,
-    COPIES,
-    EMPTY,
-    ENDING,
-    ENTRIES,
-    GAPS,
-    GONE,
-    HEAD,
-    HITS,
-    INTERNAL,
-    LAST_END,
-    MOVED,
-    NOW,
-    PREEMPTED,
-    RUNNING,
-    STEADY,
-    STEADY_ROWS,
-    STEPS,
-    SWAPPED,
-    TAIL,
-    TAKEN,
-    UNDER_WAY,
-    VOIDED,
-    WRITTEN,
-    ReplayState,
-)
+from harness.compiled.state import ENTRY, ReplayState
 from harness.metrics.log import COLUMN
 from harness.replay.arrivals import NEVER
 from harness.replay.features import AT
 
 
-@jitable
+@inlined
 def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: float) -> None:
     """Log the step under way; slot states are those while it runs."""
     at, features, size, lost = state.at, state.features, state.rules.page_slots, 0
     if state.rules.groups:
         lost = lost_slots(state)
         log_waste(state)
-    record, used = state.log.records[at[STEPS]], num_blocks - at[EMPTY] - at[CACHED]
-    record[COLUMN.start_ns] = at[NOW]
+    record, used = state.log.records[at[ENTRY.steps]], num_blocks - at[ENTRY.empty] - at[ENTRY.cached]
+    record[COLUMN.start_ns] = at[ENTRY.now]
     record[COLUMN.ns] = took_ns
     record[COLUMN.rows] = int(features[AT.rows])
     record[COLUMN.decode_rows] = int(features[AT.decode_rows])
@@ -59,36 +32,37 @@ def log_step(state: ReplayState, num_blocks: int, took_ns: int, attention_s: flo
     record[COLUMN.query_tokens] = int(features[AT.tokens])
     record[COLUMN.kv_read_tokens] = int(features[AT.decode_kv] + features[AT.prefill_kv])
     record[COLUMN.sampled_rows] = int(features[AT.sampled_rows])
-    record[COLUMN.new_blocks] = at[TAKEN]
-    record[COLUMN.copies] = at[COPIES]
-    record[COLUMN.frees] = at[VOIDED]
-    record[COLUMN.preempted] = at[PREEMPTED]
-    record[COLUMN.admitted] = at[ADMITTED]
-    record[COLUMN.hit_tokens] = at[HITS]
-    record[COLUMN.running] = at[RUNNING] + at[ENDING]
-    record[COLUMN.waiting] = at[TAIL] - at[HEAD] + at[SWAPPED] + at[GONE]
-    record[COLUMN.token] = at[WRITTEN]
-    record[COLUMN.cached] = at[CACHED] * size
-    record[COLUMN.reserved] = used * size - at[WRITTEN] - at[INTERNAL] - lost
-    record[COLUMN.internal] = at[INTERNAL] + lost
-    record[COLUMN.free] = at[EMPTY] * size
-    record[COLUMN.logical_blocks] = at[ENTRIES]
+    record[COLUMN.new_blocks] = at[ENTRY.taken]
+    record[COLUMN.copies] = at[ENTRY.copies]
+    record[COLUMN.frees] = at[ENTRY.voided]
+    record[COLUMN.preempted] = at[ENTRY.preempted]
+    record[COLUMN.admitted] = at[ENTRY.admitted]
+    record[COLUMN.hit_tokens] = at[ENTRY.hits]
+    record[COLUMN.running] = at[ENTRY.running] + at[ENTRY.ending]
+    record[COLUMN.waiting] = at[ENTRY.tail] - at[ENTRY.head] + at[ENTRY.swapped] + at[ENTRY.gone]
+    record[COLUMN.token] = at[ENTRY.written]
+    record[COLUMN.cached] = at[ENTRY.cached] * size
+    record[COLUMN.reserved] = used * size - at[ENTRY.written] - at[ENTRY.internal] - lost
+    record[COLUMN.internal] = at[ENTRY.internal] + lost
+    record[COLUMN.free] = at[ENTRY.empty] * size
+    record[COLUMN.logical_blocks] = at[ENTRY.entries]
     record[COLUMN.physical_blocks] = used
-    state.log.attention_s[at[STEPS]] = attention_s
-    at[STEPS] += 1
-    at[VOIDED] = at[TAKEN] = at[COPIES] = at[ADMITTED] = at[PREEMPTED] = at[HITS] = at[MOVED] = at[GONE] = 0
+    state.log.attention_s[at[ENTRY.steps]] = attention_s
+    at[ENTRY.steps] += 1
+    at[ENTRY.voided] = at[ENTRY.taken] = at[ENTRY.copies] = at[ENTRY.hits] = at[ENTRY.moved] = 0
+    at[ENTRY.admitted] = at[ENTRY.preempted] = at[ENTRY.gone] = 0
 
 
-@jitable
+@inlined
 def commit(state: ReplayState, end: int) -> None:
     """End the step at `end` ns: rows advance, finished rows leave, and leading rows that only decode become steady."""
     at, batch = state.at, state.batch
-    together, kept, steady, verified = 0, 0, at[STEADY], 0
+    together, kept, steady, verified = 0, 0, at[ENTRY.steady], 0
     drafts, ahead = state.rules.drafts, state.rules.ahead
-    if at[ENDING]:
+    if at[ENTRY.ending]:
         wait_for_end(state)
-    at[UNDER_WAY] = ahead
-    for row in range(at[RUNNING]):
+    at[ENTRY.under_way] = ahead
+    for row in range(at[ENTRY.running]):
         has_token = row < steady or samples(state, row)
         if drafts or ahead:
             batch.unseen[row] = batch.chose[row] if batch.query[row] else 0
@@ -104,36 +78,36 @@ def commit(state: ReplayState, end: int) -> None:
             together += note_token(state, row, end)
         if batch.generated[row] == state.inputs.output[batch.request[row]]:
             if row < steady:
-                at[STEADY] -= 1
-                at[STEADY_ROWS] -= batch.branches[row]
+                at[ENTRY.steady] -= 1
+                at[ENTRY.steady_rows] -= batch.branches[row]
             finish(state, row, end)
         else:
             if row >= steady:
                 branch(state, row, has_token)
             move(state, row, kept)
             kept += 1
-    at[RUNNING] = kept
+    at[ENTRY.running] = kept
     if together:
-        log_gap(state, end - at[LAST_END], together)
+        log_gap(state, end - at[ENTRY.last_end], together)
     if verified:
         log_gap(state, 0, verified)
-    at[LAST_END] = end
+    at[ENTRY.last_end] = end
     settle(state)
 
 
-@jitable
+@called
 def verify(state: ReplayState, row: int) -> int:
     """Keep the right drafts of `row`, as far as its request goes; returns how many. Slots of the others are void."""
     batch, drafts, kept = state.batch, state.drafting.drafts[row], 0
     if drafts:
         kept = kept_drafts(state, row)
         batch.computed[row] -= drafts - kept
-        state.at[WRITTEN] -= drafts - kept
+        state.at[ENTRY.written] -= drafts - kept
         batch.generated[row] += kept
     return kept
 
 
-@jitable
+@called
 def advance_behind(state: ReplayState, row: int) -> None:
     """Branches of `row` have computed tokens again; when the last has caught up, they are equally long."""
     batch = state.batch
@@ -143,7 +117,7 @@ def advance_behind(state: ReplayState, row: int) -> None:
         batch.blocks[row] = blocks_of(batch.computed[row], state.rules.block_size)
 
 
-@jitable
+@inlined
 def branch(state: ReplayState, row: int, has_token: bool) -> None:
     """`row` goes on: at the end of its prompt it forks, and with each later token beams get new parents."""
     batch = state.batch
@@ -155,7 +129,7 @@ def branch(state: ReplayState, row: int, has_token: bool) -> None:
         fork(state, row)
 
 
-@jitable
+@inlined
 def note_token(state: ReplayState, row: int, end: int) -> int:
     """`row` has one more token. Returns 1 if the step before gave it one too: `commit()` logs that gap for all rows."""
     batch, before = state.batch, state.batch.last_token[row]
@@ -163,46 +137,46 @@ def note_token(state: ReplayState, row: int, end: int) -> int:
     batch.last_token[row] = end
     if before == NEVER:
         state.requests.first_token[batch.request[row]] = end
-    elif before == state.at[LAST_END]:
+    elif before == state.at[ENTRY.last_end]:
         return 1
     else:
         log_gap(state, end - before, 1)
     return 0
 
 
-@jitable
+@inlined
 def log_gap(state: ReplayState, ns: int, weight: int) -> None:
     """Log a gap between tokens that occurred `weight` times."""
-    state.log.gap_ns[state.at[GAPS]] = ns
-    state.log.gap_weight[state.at[GAPS]] = weight
-    state.at[GAPS] += 1
+    state.log.gap_ns[state.at[ENTRY.gaps]] = ns
+    state.log.gap_weight[state.at[ENTRY.gaps]] = weight
+    state.at[ENTRY.gaps] += 1
 
 
-@jitable
+@called
 def finish(state: ReplayState, row: int, end: int) -> None:
     """`row` has all its tokens."""
     state.requests.finish[state.batch.request[row]] = end
     note_end(state, state.batch.request[row], end)
     if state.rules.ahead:
-        move(state, row, state.rules.max_rows + state.at[ENDING])
-        state.at[ENDING] += 1
+        move(state, row, state.rules.max_rows + state.at[ENTRY.ending])
+        state.at[ENTRY.ending] += 1
     else:
         release_ended(state, row, 0)
 
 
-@jitable
+@inlined
 def settle(state: ReplayState) -> None:
     """Make leading rows steady that only decode from now on. They always run, so their branches fit the budget."""
     at, batch = state.at, state.batch
-    while at[STEADY] < at[RUNNING]:
-        row = at[STEADY]
-        if not is_steady(state, row) or at[STEADY_ROWS] + batch.branches[row] > state.rules.budget:
+    while at[ENTRY.steady] < at[ENTRY.running]:
+        row = at[ENTRY.steady]
+        if not is_steady(state, row) or at[ENTRY.steady_rows] + batch.branches[row] > state.rules.budget:
             return
-        at[STEADY] += 1
-        at[STEADY_ROWS] += batch.branches[row]
+        at[ENTRY.steady] += 1
+        at[ENTRY.steady_rows] += batch.branches[row]
 
 
-@jitable
+@inlined
 def is_steady(state: ReplayState, row: int) -> bool:
     """Whether every branch of `row` computes one token a step from now on, into blocks of its own."""
     batch = state.batch

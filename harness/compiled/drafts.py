@@ -6,8 +6,8 @@ row keeps slots for as many tokens as are drafted next, so its blocks go further
 
 import numpy as np
 
-from harness.compiled.numba_edge import called, jitable
-from harness.compiled.state import ADMITTED, RUNNING, ReplayState
+from harness.compiled.numba_edge import called, inlined
+from harness.compiled.state import ENTRY, ReplayState
 from harness.replay.branches import FIRST_DRAFT, SCALE
 from harness.replay.features import AT
 
@@ -18,7 +18,7 @@ _LOW = np.uint64(2**32 - 1)
 _SCALE = float(SCALE)
 
 
-@jitable
+@inlined
 def seed_word(state: ReplayState, request: int, place: int) -> None:
     """`SplitMix64(0, …)`: the draws of one place of a request come next."""
     state.word[0] = np.uint64(state.inputs.request_id[request]) * _SEED_OF_REQUEST ^ (
@@ -26,7 +26,7 @@ def seed_word(state: ReplayState, request: int, place: int) -> None:
     )
 
 
-@jitable
+@inlined
 def below(state: ReplayState, limit: int) -> int:
     """`SplitMix64.below`: a whole number from 0 to `limit - 1`; `limit` is at most 2^32."""
     words = state.word
@@ -39,13 +39,13 @@ def below(state: ReplayState, limit: int) -> int:
     return np.int64(((word >> _BY_32) * most + (((word & _LOW) * most) >> _BY_32)) >> _BY_32)  # type: ignore[return-value]
 
 
-@jitable
+@called
 def drafts_of(state: ReplayState, row: int) -> int:
     """Draft tokens that `row` verifies in its next step, if the budget allows."""
     return int(state.rules.drafts if state.batch.chose[row] else 0)
 
 
-@jitable
+@called
 def within(state: ReplayState, row: int, query: int) -> int:
     """`query`, or fewer tokens where the longest sequence that is served would be exceeded."""
     if not state.rules.longest:
@@ -53,7 +53,7 @@ def within(state: ReplayState, row: int, query: int) -> int:
     return int(min(query, state.rules.longest - state.batch.computed[row] - 1))
 
 
-@jitable
+@called
 def ahead(state: ReplayState, row: int, query: int) -> int:
     """Tokens behind those `query` ones for which slots are kept."""
     if not state.rules.longest:
@@ -61,7 +61,7 @@ def ahead(state: ReplayState, row: int, query: int) -> int:
     return int(min(state.rules.drafts, state.rules.longest - state.batch.computed[row] - query))
 
 
-@jitable
+@called
 def note_drafts(state: ReplayState, row: int, lacking: int, query: int) -> None:
     """`row`, which lacks `lacking` tokens, computes `query`: the rest are drafts, of which some are right."""
     batch, drafting = state.batch, state.drafting
@@ -75,21 +75,21 @@ def note_drafts(state: ReplayState, row: int, lacking: int, query: int) -> None:
     drafting.drafts[row], drafting.right[row] = drafts, right
 
 
-@jitable
+@called
 def kept_drafts(state: ReplayState, row: int) -> int:
     """The right drafts of `row`, as far as its request goes."""
     left = state.inputs.output[state.batch.request[row]] - state.batch.generated[row]
     return int(min(state.drafting.right[row], left - 1))
 
 
-@jitable
+@called
 def is_padded(state: ReplayState, request: int, lacking: int, cached: int) -> bool:
     """Whether `request`, which enters with `lacking` tokens, gets draft tokens nobody proposed (`Scheduler._pads`)."""
     at, batch, rules = state.at, state.batch, state.rules
     if not rules.drafts or lacking != 1:
         return False
     continued = False
-    for row in range(at[RUNNING] - at[ADMITTED]):
+    for row in range(at[ENTRY.running] - at[ENTRY.admitted]):
         if batch.query[row]:
             continued = True
             if not batch.chose[row]:
@@ -105,7 +105,7 @@ def write_draft_features(state: ReplayState) -> None:
     plain, tokens = features[AT.rows], features[AT.tokens]
     kv = features[AT.decode_kv] + features[AT.prefill_kv]
     longest = behind = 0
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         drafts, query, context = drafting.drafts[row], batch.query[row], batch.computed[row]
         if not query or not drafts:
             continue

@@ -6,7 +6,7 @@ in the cache is a rule of their place alone (`engine.core.memory.eviction.Checkp
 """
 
 from harness.compiled.lists import names_of, remove_node, run_of, take_run
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.pool import (
     add_run,
     blocks_of,
@@ -17,18 +17,7 @@ from harness.compiled.pool import (
     own_run,
     take_free,
 )
-from harness.compiled.state import (
-    CACHED,
-    EMPTY,
-    ENTRIES,
-    INTERNAL,
-    RUNNING,
-    SLOTS,
-    STEPS,
-    VOIDED,
-    WRITTEN,
-    ReplayState,
-)
+from harness.compiled.state import ENTRY, ReplayState
 from harness.replay.arrivals import LATEST_NS, NEVER
 
 _NO_WINDOW = LATEST_NS  # tokens after which a request without windows leaves a block behind
@@ -36,7 +25,7 @@ _NO_WINDOW = LATEST_NS  # tokens after which a request without windows leaves a 
 # -- what stays in the cache -------------------------------------------------------------------------------------------
 
 
-@jitable
+@inlined
 def is_kept(state: ReplayState, group: int, request: int, slot: int, index: int) -> bool:
     """Whether block `index` of a request enters the prefix cache of `group` when it is full."""
     needed, rules = state.layers.needed[group], state.rules
@@ -51,7 +40,7 @@ def is_kept(state: ReplayState, group: int, request: int, slot: int, index: int)
     return bool(last - needed <= index < last or junction - needed <= index < junction)
 
 
-@jitable
+@called
 def name_pages(state: ReplayState, row: int, tokens: int) -> None:
     """Name the kept blocks of `row` that are full with its first `tokens` tokens of the prompt."""
     request, batch, groups = state.batch.request[row], state.batch, state.rules.groups
@@ -70,7 +59,7 @@ def name_pages(state: ReplayState, row: int, tokens: int) -> None:
     batch.named[row] = max(batch.named[row], full)
 
 
-@jitable
+@inlined
 def count_copy(state: ReplayState, group: int, name: int, more: int) -> None:
     """A block of `name` is in use from now on, or is no more if `more` is -1."""
     tables = state.groups
@@ -84,7 +73,7 @@ def count_copy(state: ReplayState, group: int, name: int, more: int) -> None:
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def leading(state: ReplayState, request: int, group: int, asked: int) -> int:
     """How many leading blocks of the `asked` ones the cache of `group` has."""
     named, groups = names_of(state.inputs, request), state.rules.groups
@@ -97,7 +86,7 @@ def leading(state: ReplayState, request: int, group: int, asked: int) -> int:
     return int(named + own_run(state, request * groups + group, named, asked))
 
 
-@jitable
+@called
 def has_block(state: ReplayState, request: int, group: int, index: int) -> bool:
     """Whether the cache of `group` has block `index` of `request`."""
     groups = state.rules.groups
@@ -107,7 +96,7 @@ def has_block(state: ReplayState, request: int, group: int, index: int) -> bool:
     return bool(run_of(state.runs, request * groups + group, index) != NEVER)
 
 
-@jitable
+@called
 def last_run(state: ReplayState, request: int, group: int, asked: int) -> int:
     """The longest prefix, at most `asked` blocks, before whose end the cache of `group` has what a hit needs."""
     end, index, needed = asked, asked - 1, state.layers.needed[group]
@@ -118,7 +107,7 @@ def last_run(state: ReplayState, request: int, group: int, asked: int) -> int:
     return int(end)
 
 
-@jitable
+@called
 def of_chunk(state: ReplayState, request: int, group: int, asked: int) -> int:
     """The longest prefix, at most `asked` blocks, that begins with the chunk of attention in which `asked` ends."""
     index = left_behind(state, group, asked * state.rules.block_size, asked)
@@ -127,7 +116,7 @@ def of_chunk(state: ReplayState, request: int, group: int, asked: int) -> int:
     return int(index)
 
 
-@jitable
+@called
 def settled(state: ReplayState, request: int, asked: int, first_alone: bool) -> int:
     """The longest prefix of at most `asked` blocks for which every window (or the first alike) has what it needs."""
     found, before = asked, 0
@@ -176,7 +165,7 @@ def lacking_to_enter(state: ReplayState, request: int, hits: int, known: int, ch
     return int(max(lasting, at_once) + unused)
 
 
-@jitable
+@called
 def most_blocks(state: ReplayState, group: int, tokens: int) -> int:
     """The most pages that a request of `tokens` tokens holds of `group` at once (`KVGroup.most_blocks`)."""
     window, chunk, size = state.layers.window[group], state.layers.chunk[group], state.rules.block_size
@@ -188,7 +177,7 @@ def most_blocks(state: ReplayState, group: int, tokens: int) -> int:
     return min(whole, blocks_of(window - 1 + state.rules.budget, size) + 1)
 
 
-@jitable
+@inlined
 def left_behind(state: ReplayState, group: int, computed: int, blocks: int) -> int:
     """Leading blocks, of `blocks`, that no token after the first `computed` sees in `group`."""
     window, chunk = state.layers.window[group], state.layers.chunk[group]
@@ -204,8 +193,8 @@ def share_pages(state: ReplayState, row: int, hits: int, longest: int) -> None:
     """`row` gets a slot, and tables that begin with `hits` blocks of the cache."""
     at, batch, blocks, tables, groups = state.at, state.batch, state.named, state.groups, state.rules.groups
     request, size = batch.request[row], state.rules.block_size
-    at[SLOTS] -= 1
-    slot = state.beams.spare_slots[at[SLOTS]]
+    at[ENTRY.slots] -= 1
+    slot = state.beams.spare_slots[at[ENTRY.slots]]
     first, named = state.inputs.first_name[request], min(hits, names_of(state.inputs, request))
     batch.slot[row], batch.named[row], batch.blocks[row] = slot, named, hits
     batch.computed[row] = hits * size
@@ -226,15 +215,15 @@ def share_pages(state: ReplayState, row: int, hits: int, longest: int) -> None:
             blocks.held[(first + index) * groups + group] = block
         tables.held[slot, group] = held
         tables.live[group] += revived
-        at[CACHED] -= revived
-        at[ENTRIES] += hits - held
-        at[WRITTEN] += revived * size * state.layers.token_slots[group]
+        at[ENTRY.cached] -= revived
+        at[ENTRY.entries] += hits - held
+        at[ENTRY.written] += revived * size * state.layers.token_slots[group]
 
 
 # -- growth ------------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@inlined
 def lacking_pages(state: ReplayState, row: int, query: int) -> int:
     """Pages that `row` must take to compute `query` tokens. What its windows have left is released before."""
     batch = state.batch
@@ -252,22 +241,22 @@ def extend_pages(state: ReplayState, row: int, query: int) -> None:
     if lacking > 0:
         take_pages(state, row, lacking)
     name_pages(state, row, batch.computed[row] + query)
-    at[WRITTEN] += query * state.rules.token_slots
+    at[ENTRY.written] += query * state.rules.token_slots
 
 
-@jitable
+@called
 def take_pages(state: ReplayState, row: int, lacking: int) -> None:
     """The tables of `row` get `lacking` pages together."""
     batch, groups = state.batch, state.rules.groups
     take_free(state, lacking)
-    state.at[ENTRIES] += lacking
+    state.at[ENTRY.entries] += lacking
     batch.blocks[row] += lacking // groups
     for group in range(groups):
         state.groups.live[group] += lacking // groups
-    state.at[INTERNAL] += unfillable(state, row) * state.rules.token_slots
+    state.at[ENTRY.internal] += unfillable(state, row) * state.rules.token_slots
 
 
-@jitable
+@called
 def unfillable(state: ReplayState, row: int) -> int:
     """Tokens of the last block of `row` that are never written."""
     end = state.batch.blocks[row] * state.rules.block_size
@@ -302,8 +291,8 @@ def release_tables(state: ReplayState, row: int, is_found: bool) -> None:
     for group in range(state.rules.groups):
         release_pages(state, row, group, state.groups.held[slot, group], batch.blocks[row], is_found)
     unwritten = batch.blocks[row] * state.rules.block_size - batch.computed[row]
-    state.at[WRITTEN] += unwritten * state.rules.token_slots
-    state.at[INTERNAL] -= unfillable(state, row) * state.rules.token_slots
+    state.at[ENTRY.written] += unwritten * state.rules.token_slots
+    state.at[ENTRY.internal] -= unfillable(state, row) * state.rules.token_slots
 
 
 @called
@@ -335,16 +324,16 @@ def release_pages(state: ReplayState, row: int, group: int, first: int, end: int
         count_copy(state, group, named.name[block], -1)
         if state.rules.keeps:
             keep_node(state, block, 0)
-            at[CACHED] += 1
+            at[ENTRY.cached] += 1
         else:
             forget_name(state, block)
             void += 1
     if run_end != NEVER:
         add_run(state, owner, first, run_end - first, is_found, 0)
-    at[EMPTY] += void
-    at[VOIDED] += void
-    at[ENTRIES] -= end - first
-    at[WRITTEN] -= gone * size * state.layers.token_slots[group]
+    at[ENTRY.empty] += void
+    at[ENTRY.voided] += void
+    at[ENTRY.entries] -= end - first
+    at[ENTRY.written] -= gone * size * state.layers.token_slots[group]
     state.groups.live[group] -= gone
 
 
@@ -363,7 +352,7 @@ def lost_slots(state: ReplayState) -> int:
 @called
 def log_waste(state: ReplayState) -> None:
     """Log what the pages in use hold of no use, while the step runs."""
-    waste, tables = state.log.waste[state.at[STEPS]], state.groups
+    waste, tables = state.log.waste[state.at[ENTRY.steps]], state.groups
     for group in range(state.rules.groups):
         waste[group, 0] = 0
         if state.layers.window[group] != NEVER:
@@ -371,18 +360,18 @@ def log_waste(state: ReplayState) -> None:
         waste[group, 1], waste[group, 2] = tables.duplicates[group], tables.live[group]
 
 
-@jitable
+@inlined
 def behind_windows(state: ReplayState, group: int) -> int:
     """Tokens that no request sees any more, in the blocks where windows begin (`GroupAccount._behind_tokens`)."""
     tables, named, behind = state.groups, state.named, 0
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         block, left = first_seen(state, group, row)
         if left and block == NEVER:
             behind += left
         elif left:
             tables.least[block] = min(tables.least[block], left) if tables.seen[block] else left
             tables.seen[block] += 1
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         block, left = first_seen(state, group, row)
         if left and block != NEVER and tables.seen[block]:
             if tables.seen[block] == named.references[block] and is_first_live(state, block):
@@ -391,7 +380,7 @@ def behind_windows(state: ReplayState, group: int) -> int:
     return int(behind)
 
 
-@jitable
+@inlined
 def first_seen(state: ReplayState, group: int, row: int) -> tuple[int, int]:
     """The block where the window of `row` begins, NEVER if it has no name, and the tokens in it that are not seen."""
     batch, size = state.batch, state.rules.block_size
@@ -405,7 +394,7 @@ def first_seen(state: ReplayState, group: int, row: int) -> tuple[int, int]:
     return int(block), int(min(left, size))
 
 
-@jitable
+@inlined
 def is_first_live(state: ReplayState, block: int) -> bool:
     """Whether no older block of the same name is in use."""
     older = state.named.older[block]

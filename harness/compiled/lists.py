@@ -1,34 +1,34 @@
 """What the pool and the tiers below it are made of: the order of eviction, and runs of blocks without a name."""
 
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.state import EvictionList, RequestInputs, Runs, Tiering
 from harness.replay.arrivals import NEVER
 
 
-@jitable
+@inlined
 def names_of(inputs: RequestInputs | Tiering, request: int) -> int:
     """How many leading blocks of `request` others may share."""
     return int(inputs.first_name[request + 1] - inputs.first_name[request])
 
 
-@jitable
+@inlined
 def append_node(order: EvictionList, node: int, rank: int) -> None:
     """Let `node` be evicted as the last of its rank."""
-    after, before, _ = order
+    after, before = order.after, order.before
     end = len(after) - 1 - rank
     last = before[end]
     after[last], before[node] = node, last
     after[node], before[end] = end, node
 
 
-@jitable
+@inlined
 def remove_node(order: EvictionList, node: int) -> None:
     """Take `node` out of the order."""
-    after, before, _ = order
+    after, before = order.after, order.before
     after[before[node]], before[after[node]] = after[node], before[node]
 
 
-@jitable
+@called
 def new_run(runs: Runs, request: int, first: int, blocks: int) -> int:
     """The node of a new run, which is not in the order of eviction yet."""
     runs.spares[0] -= 1
@@ -46,7 +46,7 @@ def new_run(runs: Runs, request: int, first: int, blocks: int) -> int:
     return int(runs.node + run)
 
 
-@jitable
+@called
 def drop_run(runs: Runs, order: EvictionList, run: int) -> None:
     """`run` has no block any more."""
     remove_node(order, runs.node + run)
@@ -64,7 +64,7 @@ def drop_run(runs: Runs, order: EvictionList, run: int) -> None:
     runs.after[before] = runs.after[run]
 
 
-@jitable
+@called
 def run_of(runs: Runs, request: int, place: int) -> int:
     """The oldest run that holds block number `place` of `request`; else NEVER."""
     run = runs.oldest[request]
@@ -73,7 +73,7 @@ def run_of(runs: Runs, request: int, place: int) -> int:
     return int(run)
 
 
-@jitable
+@called
 def take_run(runs: Runs, order: EvictionList, owner: int, first: int, end: int) -> None:
     """Blocks `first` to `end - 1` of `owner` are in use again: take them out of its runs, which have them."""
     place = first
@@ -83,7 +83,7 @@ def take_run(runs: Runs, order: EvictionList, owner: int, first: int, end: int) 
         drop_run(runs, order, run)
 
 
-@jitable
+@called
 def cut_run(runs: Runs, order: EvictionList, run: int, first: int, end: int) -> int:
     """The part of `run` between `first` and `end`, as a run of its own."""
     if first > runs.first[run]:
@@ -96,7 +96,7 @@ def cut_run(runs: Runs, order: EvictionList, run: int, first: int, end: int) -> 
 @called
 def split_run(runs: Runs, order: EvictionList, run: int, place: int) -> int:
     """The blocks of `run` from `place` on become a run of their own, which is evicted just before the rest."""
-    after, before, since = order
+    after, before, since = order.after, order.before, order.since
     runs.spares[0] -= 1
     rest = runs.spare[runs.spares[0]]
     runs.request[rest], runs.first[rest] = runs.request[run], place

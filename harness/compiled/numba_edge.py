@@ -1,4 +1,4 @@
-"""The only file that uses numba. It is imported when a function is compiled, not with this module."""
+"""Where numba compiles. Numba is imported when a function is compiled, not with this module."""
 
 import hashlib
 import os
@@ -6,19 +6,21 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Generic, TypeVar
 
-# numba reads it when imported: a quarter less of compiling, and as fast
-os.environ.setdefault("NUMBA_OPT", "1")
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_JITABLE: list[Callable[..., object]] = []
+_Returned = TypeVar("_Returned")
+_INLINED: list[Callable[..., object]] = []
 _CALLED: list[Callable[..., object]] = []
 
 
 def is_available() -> bool:
-    """Whether numba is installed and can be imported here: a build may be too old for the numpy beside it."""
+    """Whether numba is installed and can be used here: a build may be too old for the numpy beside it, or be new and
+    have what `reference` needs elsewhere.
+    """
     try:
         import_module("numba")
+        import_module("harness.compiled.reference")
     except (ImportError, OSError, AttributeError):
         return False
     return True
@@ -29,36 +31,54 @@ def is_cached() -> bool:
     return any(_cache_dir().glob("**/*.nbc"))
 
 
-def jitable(function: _Function) -> _Function:
-    """Mark `function` as callable from compiled code; in Python it stays as it is."""
-    _JITABLE.append(function)
-    return function
-
-
 def called(function: _Function) -> _Function:
-    """The same for what runs once a request or less: it is not inlined at every place that calls it."""
+    """Mark `function` as callable from compiled code; in Python it stays as it is."""
     _CALLED.append(function)
     return function
 
 
+def inlined(function: _Function) -> _Function:
+    """The same for what runs in every step or for every row: it is inlined at every place that calls it.
+
+    All of it inlined takes three times as long to compile, and is no faster.
+    """
+    _INLINED.append(function)
+    return function
+
+
+class MachineCode(Generic[_Returned]):
+    """A function of a state and an int as machine code; the state is a named tuple of arrays, numbers, and such tuples.
+
+    It is bound to one state at a time, because to find the addresses of all its arrays takes longer than many a call.
+    """
+
+    def __init__(self, function: Callable[..., _Returned]) -> None:
+        self._function, self._state = function, None
+
+    def __call__(self, state: Any, number: int) -> _Returned:
+        """Call it."""
+        if state is not self._state:
+            self._state = state
+            kind, self._words = import_module("harness.compiled.reference").reference_to(state)
+            self._entry = dispatcher(self._function).compile((kind, import_module("numba").int64))
+            self._address = self._words.ctypes.data
+        found: _Returned = self._entry(self._address, number)
+        return found
+
+
 @cache
-def compiled(function: _Function) -> _Function:
+def dispatcher(function: Callable[..., object]) -> Any:
     """`function` as machine code, cached on disk for the next process where the cache folder can be written.
 
     The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
-    all the rest, because every call passes the whole state. Every function is inlined by LLVM for the same reason: the
-    state is some 90 arrays of seven words, which a call passes by value. That takes a thirteenth of the time of calls,
-    None is called from C, so none gets an entry for C: a quarter of the compiling.
+    all the rest. None is called from C, so none gets an entry for C: a quarter of the compiling.
     """
     numba, extending = import_module("numba"), import_module("numba.extending")
-    for each in _JITABLE:
-        extending.register_jitable(forceinline=True, no_cfunc_wrapper=True)(each)
-    for each in _CALLED:
-        extending.register_jitable(no_cfunc_wrapper=True)(each)
+    for each in (*_INLINED, *_CALLED):  # what is not said of a function is taken from those that call it
+        extending.register_jitable(forceinline=each in _INLINED, no_cfunc_wrapper=True)(each)
     numba.config.CACHE_DIR = str(_cache_dir())
     kept = _is_writable(_cache_dir())
-    found: _Function = numba.njit(cache=kept, _nrt=False)(function)
-    return found
+    return numba.njit(cache=kept, _nrt=False)(function)
 
 
 def _is_writable(folder: Path) -> bool:

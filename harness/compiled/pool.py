@@ -6,32 +6,19 @@ first, and from its end.
 """
 
 from harness.compiled.lists import append_node, drop_run, names_of, new_run, remove_node, run_of, take_run
-from harness.compiled.numba_edge import called, jitable
-from harness.compiled.state import (
-    CACHED,
-    EMPTY,
-    ENTRIES,
-    INTERNAL,
-    NOW,
-    PIN,
-    SPARE,
-    TAKEN,
-    TTL,
-    VOIDED,
-    WRITTEN,
-    ReplayState,
-)
+from harness.compiled.numba_edge import called, inlined
+from harness.compiled.state import ENTRY, PIN, TTL, ReplayState
 from harness.compiled.tiers import read, spill
 from harness.replay.arrivals import NEVER
 
 # -- the order of eviction ---------------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def keep_node(state: ReplayState, node: int, rank: int) -> None:
     """Let `node`, which is cached from now on, be evicted as the last of its rank."""
     if rank and state.rules.keep == TTL:
-        state.evictable.since[node] = state.at[NOW]
+        state.evictable.since[node] = state.at[ENTRY.now]
     append_node(state.evictable, node, rank)
 
 
@@ -39,7 +26,7 @@ def keep_node(state: ReplayState, node: int, rank: int) -> None:
 def evict(state: ReplayState, count: int) -> None:
     """Evict `count` blocks."""
     after, runs, spills, victims = state.evictable.after, state.runs, state.tiers.spills, 0
-    state.at[CACHED] -= count
+    state.at[ENTRY.cached] -= count
     if state.rules.keep == TTL:
         expire(state)
     while count:
@@ -68,18 +55,18 @@ def evict(state: ReplayState, count: int) -> None:
         spill(state.tiers, victims)
 
 
-@jitable
+@called
 def expire(state: ReplayState) -> None:
     """Blocks of sessions whose time is over fall to the lowest rank, behind what is there."""
-    after, _, since = state.evictable
+    after, since = state.evictable.after, state.evictable.since
     kept = len(after) - 2
-    while after[kept] != kept and state.at[NOW] - since[after[kept]] >= state.rules.keep_ns:
+    while after[kept] != kept and state.at[ENTRY.now] - since[after[kept]] >= state.rules.keep_ns:
         node = after[kept]
         remove_node(state.evictable, node)
         append_node(state.evictable, node, 0)
 
 
-@jitable
+@called
 def rank_of(state: ReplayState, request: int, place: int) -> int:
     """The rank of block number `place` of `request`, which it leaves in the cache."""
     if state.rules.keep == PIN:
@@ -90,22 +77,22 @@ def rank_of(state: ReplayState, request: int, place: int) -> int:
 # -- cached blocks without a name --------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def add_run(state: ReplayState, request: int, first: int, blocks: int, is_found: bool, rank: int) -> None:
     """`blocks` blocks of a table of `request`, from number `first` on, are cached; `is_found`: it can find them."""
-    state.at[CACHED] += blocks
+    state.at[ENTRY.cached] += blocks
     keep_node(state, new_run(state.runs, request if is_found else NEVER, first, blocks), rank)
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def give_name(state: ReplayState, name: int) -> int:
     """A number for a block that is about to be filled, under `name`, with one reference."""
     blocks = state.named
-    state.at[SPARE] -= 1
-    block = blocks.spare[state.at[SPARE]]
+    state.at[ENTRY.spare] -= 1
+    block = blocks.spare[state.at[ENTRY.spare]]
     newest = blocks.newest[name]
     blocks.name[block], blocks.references[block] = name, 1
     blocks.older[block], blocks.newer[block] = newest, NEVER
@@ -117,7 +104,7 @@ def give_name(state: ReplayState, name: int) -> int:
     return int(block)
 
 
-@jitable
+@called
 def forget_name(state: ReplayState, block: int) -> None:
     """`block` has no name any more, and its number is free."""
     blocks = state.named
@@ -130,11 +117,11 @@ def forget_name(state: ReplayState, block: int) -> None:
         blocks.newest[name] = older
     else:
         blocks.older[newer] = older
-    blocks.spare[state.at[SPARE]] = block
-    state.at[SPARE] += 1
+    blocks.spare[state.at[ENTRY.spare]] = block
+    state.at[ENTRY.spare] += 1
 
 
-@jitable
+@called
 def name_blocks(state: ReplayState, row: int, tokens: int) -> None:
     """Name the blocks of `row` that are full with its first `tokens` tokens."""
     request, batch = state.batch.request[row], state.batch
@@ -148,7 +135,7 @@ def name_blocks(state: ReplayState, row: int, tokens: int) -> None:
 # -- lookups -----------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def named_hits(state: ReplayState, request: int, asked: int) -> int:
     """How many of the first `asked` blocks the cache has under their names."""
     first = state.inputs.first_name[request]
@@ -159,13 +146,13 @@ def named_hits(state: ReplayState, request: int, asked: int) -> int:
     return min(asked, names_of(state.inputs, request))
 
 
-@jitable
+@called
 def own_hits(state: ReplayState, request: int, hits: int, asked: int) -> int:
     """How many of the `asked` blocks, behind `hits` named ones, only `request` finds: preemptions left them."""
     return own_run(state, request, hits, asked) if hits >= names_of(state.inputs, request) else 0
 
 
-@jitable
+@called
 def own_run(state: ReplayState, owner: int, first: int, end: int) -> int:
     """How many blocks from number `first` to before `end` the runs of `owner` have without a gap."""
     runs, place = state.runs, first
@@ -177,7 +164,7 @@ def own_run(state: ReplayState, owner: int, first: int, end: int) -> int:
     return int(min(place, end) - first)
 
 
-@jitable
+@called
 def unused_hits(state: ReplayState, request: int, hits: int) -> int:
     """How many of the first `hits` named blocks no row refers to."""
     first, unused = state.inputs.first_name[request], 0
@@ -186,7 +173,7 @@ def unused_hits(state: ReplayState, request: int, hits: int) -> int:
     return unused
 
 
-@jitable
+@called
 def share(state: ReplayState, row: int, hits: int, own: int) -> None:
     """Let the table of `row` begin with `hits` named blocks and `own` ones of its request."""
     request, blocks, revived = state.batch.request[row], state.named, own
@@ -202,37 +189,37 @@ def share(state: ReplayState, row: int, hits: int, own: int) -> None:
     state.batch.named[row] = hits
     state.batch.blocks[row] = state.batch.distinct[row] = hits + own
     state.batch.computed[row] = (hits + own) * state.rules.block_size
-    state.at[CACHED] -= revived
-    state.at[ENTRIES] += hits + own
-    state.at[WRITTEN] += revived * state.rules.block_size
+    state.at[ENTRY.cached] -= revived
+    state.at[ENTRY.entries] += hits + own
+    state.at[ENTRY.written] += revived * state.rules.block_size
 
 
 # -- allocation --------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@inlined
 def free_blocks(state: ReplayState) -> int:
     """Blocks that no request holds, those with a reusable prefix included."""
-    return int(state.at[EMPTY] + state.at[CACHED])
+    return int(state.at[ENTRY.empty] + state.at[ENTRY.cached])
 
 
-@jitable
+@inlined
 def blocks_of(tokens: int, block_size: int) -> int:
     """Blocks that hold `tokens` tokens."""
     return -(-tokens // block_size)
 
 
-@jitable
+@inlined
 def final_tokens(state: ReplayState, request: int) -> int:
     """Slots that the request may write; its last token is never computed, but drafts go on behind it."""
     return int(state.inputs.prompt[request] + state.inputs.output[request] - 1 + state.rules.drafts)
 
 
-@jitable
+@called
 def take(state: ReplayState, row: int, count: int) -> None:
     """Give the only table of `row` `count` free blocks."""
     take_free(state, count)
-    state.at[ENTRIES] += count
+    state.at[ENTRY.entries] += count
     if state.rules.drafts:  # the last block before may be beyond the end, too
         note_last_blocks(state, row, -1)
     state.batch.blocks[row] += count
@@ -240,44 +227,44 @@ def take(state: ReplayState, row: int, count: int) -> None:
     note_last_blocks(state, row, 1)
 
 
-@jitable
+@called
 def load(state: ReplayState, row: int, found: int, asked: int) -> None:
     """`row`, whose table begins with `found` blocks of the pool, reads what tiers have of the first `asked`."""
     loaded, size = read(state.tiers, state.batch.request[row], found, asked), state.rules.block_size
     if loaded:
         take(state, row, loaded)
-        state.at[WRITTEN] += loaded * size
+        state.at[ENTRY.written] += loaded * size
         state.batch.computed[row] += loaded * size
         name_blocks(state, row, state.batch.computed[row])
 
 
-@jitable
+@called
 def take_free(state: ReplayState, count: int) -> None:
     """Take `count` free blocks: blocks without content first, then the least recently released."""
     at = state.at
-    evicted = max(0, count - at[EMPTY])
-    at[EMPTY] -= count - evicted
+    evicted = max(0, count - at[ENTRY.empty])
+    at[ENTRY.empty] -= count - evicted
     if evicted:
         evict(state, evicted)
-    at[VOIDED] += evicted
-    at[TAKEN] += count
+    at[ENTRY.voided] += evicted
+    at[ENTRY.taken] += count
 
 
-@jitable
+@inlined
 def note_last_blocks(state: ReplayState, row: int, count: int) -> None:
     """`count` last blocks of tables of `row` came (or went, if negative): some of their slots may never be filled."""
     end = state.batch.blocks[row] * state.rules.block_size
-    state.at[INTERNAL] += count * max(0, end - final_tokens(state, state.batch.request[row]))
+    state.at[ENTRY.internal] += count * max(0, end - final_tokens(state, state.batch.request[row]))
 
 
-@jitable
+@inlined
 def give_back(state: ReplayState, count: int) -> None:
     """`count` blocks without reusable content are free again."""
-    state.at[EMPTY] += count
-    state.at[VOIDED] += count
+    state.at[ENTRY.empty] += count
+    state.at[ENTRY.voided] += count
 
 
-@jitable
+@inlined
 def branch_tokens(state: ReplayState, row: int, branch: int, more: int) -> int:
     """Computed tokens of a branch of `row`, once those that catch up have computed `more` tokens."""
     batch = state.batch
@@ -288,7 +275,7 @@ def branch_tokens(state: ReplayState, row: int, branch: int, more: int) -> int:
     return int(batch.computed[row] + min(max(done, 0), again))
 
 
-@jitable
+@called
 def table_totals(state: ReplayState, row: int, more: int) -> tuple[int, int, int]:
     """Entries of the tables of `row`, slots of its blocks that are not written, and those that never will be; once
     branches that catch up have computed `more` tokens.
@@ -306,7 +293,7 @@ def table_totals(state: ReplayState, row: int, more: int) -> tuple[int, int, int
     return entries, unwritten, unfillable
 
 
-@jitable
+@called
 def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
     """Release all blocks of `row`. `kept` unnamed ones stay cached; `is_found`: the request may come back for them."""
     at, batch, size = state.at, state.batch, state.rules.block_size
@@ -321,12 +308,12 @@ def release(state: ReplayState, row: int, kept: int, is_found: bool) -> None:
     give_back(state, unnamed - kept)
     gone, last_is_gone = release_named(state, row)
     gone, last_is_gone = gone + unnamed, unnamed > 0 or last_is_gone
-    at[ENTRIES] -= entries
-    at[WRITTEN] -= gone * size - (unwritten if last_is_gone else 0)
-    at[INTERNAL] -= unfillable
+    at[ENTRY.entries] -= entries
+    at[ENTRY.written] -= gone * size - (unwritten if last_is_gone else 0)
+    at[ENTRY.internal] -= unfillable
 
 
-@jitable
+@called
 def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
     """Drop the references of `row`; returns how many blocks have none any more, and whether the last one has none."""
     at, named = state.at, state.named
@@ -341,9 +328,9 @@ def release_named(state: ReplayState, row: int) -> tuple[int, bool]:
         last_is_gone = last_is_gone or index == state.batch.named[row] - 1
         if state.rules.keeps:
             keep_node(state, block, rank_of(state, request, index))
-            at[CACHED] += 1
+            at[ENTRY.cached] += 1
         else:
             forget_name(state, block)
-            at[EMPTY] += 1
-            at[VOIDED] += 1
+            at[ENTRY.empty] += 1
+            at[ENTRY.voided] += 1
     return gone, last_is_gone

@@ -8,23 +8,10 @@ from typing import Any
 import numpy as np
 
 from harness.compiled.drafts import write_draft_features
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.pool import blocks_of, branch_tokens
 from harness.compiled.scheduling import samples
-from harness.compiled.state import (
-    ADMITTED,
-    CACHED,
-    COPIES,
-    EMPTY,
-    ENTRIES,
-    MOVED,
-    RUNNING,
-    STEADY,
-    TAKEN,
-    VOIDED,
-    Prices,
-    ReplayState,
-)
+from harness.compiled.state import ENTRY, Prices, ReplayState
 from harness.cost import roofline
 from harness.cost.fitted import FittedCost
 from harness.replay.cost_model import CostModel, PacedCost
@@ -32,7 +19,7 @@ from harness.replay.features import AT, LARGE_PREFILL, WARMING, unseen, unseen_p
 
 ROOFLINE, LINEAR = 0, 1
 for _each in (unseen, unseen_pairs, *roofline.SHARED):
-    jitable(_each)
+    called(_each)
 
 
 def prices_of(cost: CostModel) -> Prices | None:
@@ -51,21 +38,21 @@ def prices_of(cost: CostModel) -> Prices | None:
     return None
 
 
-@jitable
+@inlined
 def write_features(state: ReplayState, num_blocks: int) -> None:
     """Write the features of the step under way into `state.features`. Features of other requests stay 0."""
     add_rows(state)
     features, size = state.features, state.rules.block_size
-    if state.at[ENTRIES]:
-        physical = num_blocks - state.at[EMPTY] - state.at[CACHED]
-        features[AT.decode_distinct_kv] *= physical / state.at[ENTRIES]
-    features[AT.new_blocks] = state.at[TAKEN]
-    features[AT.copied_slots] = state.at[COPIES] * size
-    features[AT.freed_slots] = state.at[VOIDED] * size
-    features[AT.swapped_slots] = state.at[MOVED] * size
-    features[AT.swapped_blocks] = state.at[MOVED]
+    if state.at[ENTRY.entries]:
+        physical = num_blocks - state.at[ENTRY.empty] - state.at[ENTRY.cached]
+        features[AT.decode_distinct_kv] *= physical / state.at[ENTRY.entries]
+    features[AT.new_blocks] = state.at[ENTRY.taken]
+    features[AT.copied_slots] = state.at[ENTRY.copies] * size
+    features[AT.freed_slots] = state.at[ENTRY.voided] * size
+    features[AT.swapped_slots] = state.at[ENTRY.moved] * size
+    features[AT.swapped_blocks] = state.at[ENTRY.moved]
     features[AT.admitted_tokens] = 0
-    for row in range(state.at[RUNNING] - state.at[ADMITTED], state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running] - state.at[ENTRY.admitted], state.at[ENTRY.running]):
         features[AT.admitted_tokens] += state.inputs.prompt[state.batch.request[row]]
     if state.rules.window:
         write_unseen(state)
@@ -74,7 +61,7 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
     features[AT.after_prefill] = state.after_prefill[0]
 
 
-@jitable
+@inlined
 def add_rows(state: ReplayState) -> None:
     """The features that follow from the rows."""
     batch, size = state.batch, state.rules.block_size
@@ -82,12 +69,12 @@ def add_rows(state: ReplayState) -> None:
         entries
     ) = 0
     work = 0.0
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         query = batch.query[row]
         if not query:
             continue
         end, branches, parts = batch.computed[row] + query, batch.branches[row], 1
-        if row < state.at[STEADY] or samples(state, row):
+        if row < state.at[ENTRY.steady] or samples(state, row):
             sampled += branches
             drawn += branches * state.inputs.drawn[batch.request[row]]
             searching += branches * state.inputs.beam[batch.request[row]]
@@ -141,7 +128,7 @@ def write_unseen(state: ReplayState) -> None:
     """The features of what lies outside of the model's window (`harness.replay.features`)."""
     batch, features, window, chunked = state.batch, state.features, state.rules.window, state.rules.in_chunks
     decode = chunk_kv = work = 0
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         for part in range(batch.branches[row] if batch.behind[row] else 1):
             held = branch_tokens(state, row, part, 0) if batch.behind[row] else batch.computed[row]
             query = batch.query[row]
@@ -157,21 +144,21 @@ def write_unseen(state: ReplayState) -> None:
     features[AT.prefill_unseen_work] = work
 
 
-@jitable
+@inlined
 def note_prefill(state: ReplayState) -> None:
     """Update `after_prefill` after a step: a large prefill slows the next steps down."""
     large = min(1.0, state.features[AT.prefill_tokens] / LARGE_PREFILL)
     state.after_prefill[0] = state.after_prefill[0] * WARMING + large
 
 
-@jitable
+@inlined
 def price(state: ReplayState) -> tuple[float, float]:
     """Seconds of the step and of its attention."""
     seconds, attention_s = by_roofline(state) if state.prices.kind == ROOFLINE else linear(state)
     return seconds * state.prices.ratio, attention_s * state.prices.ratio
 
 
-@jitable
+@inlined
 def by_roofline(state: ReplayState) -> tuple[Any, Any]:
     """`RooflineCost.price`."""
     features: Any = state.features
@@ -185,7 +172,7 @@ def by_roofline(state: ReplayState) -> tuple[Any, Any]:
     return roofline.with_moves(features, rates, seconds), attention_s
 
 
-@jitable
+@called
 def linear(state: ReplayState) -> tuple[float, float]:
     """`FittedCost.price`: terms in their order, those of attention first."""
     prices = state.prices

@@ -15,29 +15,16 @@ from engine.core.options import Eviction, Preemption, SchedulerLimits, Schedulin
 from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.grouping import Grouping, Waste, no_layers
-from harness.compiled.names import BlockNames
-from harness.compiled.numba_edge import compiled, jitable
+from harness.compiled.numba_edge import MachineCode, called
 from harness.compiled.pricing import note_prefill, price, write_features
 from harness.compiled.scheduling import continue_running, has_rows, swap_in_and_admit, wait_for_end
 from harness.compiled.state import (
-    ENDED,
-    ENDING,
-    GAPS,
-    HEAD,
-    HOST,
-    LAST_END,
-    NOW,
-    PAUSE_AT,
+    ENTRY,
     PIN,
-    PREEMPTED,
     PRIORITY,
     RECENT,
-    RUNNING,
-    SEEN,
-    STEPS,
-    SWAPPED,
-    TAIL,
     TTL,
+    BlockNames,
     Drafting,
     Prices,
     ReplayState,
@@ -63,14 +50,14 @@ _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 
 def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
     """The logged gaps between tokens in seconds, and how often each occurred."""
-    count = state.at[GAPS]
+    count = state.at[ENTRY.gaps]
     return to_s(state.log.gap_ns[:count]), state.log.gap_weight[:count].astype(np.float64)
 
 
 def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
-    ended = requests.ended[first : min(last, state.at[ENDED])]
+    ended = requests.ended[first : min(last, state.at[ENTRY.ended])]
     ended = ended[np.argsort(requests.place[ended])]
     generated = inputs.output[ended] * inputs.width[ended]
     row = RequestRow(
@@ -96,50 +83,50 @@ def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: 
 def advance(state: ReplayState, num_blocks: int) -> int:
     """Run steps; returns FULL, DONE, PAUSED, or TOO_LONG where the next one would end beyond what the clock counts."""
     at, log = state.at, state.log
-    while at[STEPS] < len(log.records) and at[GAPS] + state.rules.max_rows < len(log.gap_ns):
-        if at[NOW] >= at[PAUSE_AT]:
+    while at[ENTRY.steps] < len(log.records) and at[ENTRY.gaps] + state.rules.max_rows < len(log.gap_ns):
+        if at[ENTRY.now] >= at[ENTRY.pause_at]:
             return PAUSED
         take_arrivals(state)
-        if at[RUNNING] or at[HEAD] < at[TAIL] or at[SWAPPED]:
+        if at[ENTRY.running] or at[ENTRY.head] < at[ENTRY.tail] or at[ENTRY.swapped]:
             if not step(state, num_blocks):
                 return TOO_LONG
             continue
-        if at[ENDING]:
+        if at[ENTRY.ending]:
             wait_for_end(state)
         due = next_arrival(state)
         if due == NEVER:
             return DONE
-        at[NOW] = at[SEEN] = max(at[NOW], due)
+        at[ENTRY.now] = at[ENTRY.seen] = max(at[ENTRY.now], due)
     return FULL
 
 
-@jitable
+@called
 def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
     preempted = 0
     for waits in range(2):
         continue_running(state)
-        if not state.at[PREEMPTED]:
+        if not state.at[ENTRY.preempted]:
             swap_in_and_admit(state)
-        if waits or not state.at[ENDING] or has_rows(state):
+        if waits or not state.at[ENTRY.ending] or has_rows(state):
             break
-        preempted, state.at[PREEMPTED] = state.at[PREEMPTED], 0  # as the scheduler's `waited`
+        preempted, state.at[ENTRY.preempted] = state.at[ENTRY.preempted], 0  # as the scheduler's `waited`
         wait_for_end(state)
-        state.at[SEEN] = state.at[NOW]
+        state.at[ENTRY.seen] = state.at[ENTRY.now]
         take_arrivals(state)
-    state.at[PREEMPTED] += preempted
+    state.at[ENTRY.preempted] += preempted
     write_features(state, num_blocks)
     seconds, attention_s = price(state)
     if state.tiers.chunk:
         seconds = with_reading(state.tiers, seconds)
-    if not state.at[NOW] + seconds * _NS <= _LATEST_NS:
+    if not state.at[ENTRY.now] + seconds * _NS <= _LATEST_NS:
         return False
     took_ns = max(1, int(np.rint(seconds * _NS)))
     log_step(state, num_blocks, took_ns, attention_s)
     note_prefill(state)
-    commit(state, state.at[NOW] + took_ns)
-    state.at[SEEN] = state.at[NOW] if state.rules.delayed else state.at[NOW] + took_ns
-    state.at[NOW] += took_ns
+    commit(state, state.at[ENTRY.now] + took_ns)
+    state.at[ENTRY.seen] = state.at[ENTRY.now] if state.rules.delayed else state.at[ENTRY.now] + took_ns
+    state.at[ENTRY.now] += took_ns
     return True
 
 
@@ -325,9 +312,9 @@ class CompiledReplay:
             log_steps,
             pool.tiers.tiers if pool.tiers else Tiers((), PoolFacts()),
         )
-        self.state.at[HOST] = pool.host_blocks
+        self.state.at[ENTRY.host] = pool.host_blocks
         open_lane(self.state, waiting.users)
-        self._advance = advance_with or compiled(advance)
+        self._advance = advance_with or MachineCode(advance)
         self._played = self._handed = 0  # steps and requests that a fold has got
 
     def run(self, fold: Fold) -> dict[str, Any]:
@@ -344,7 +331,7 @@ class CompiledReplay:
         Raises:
             TimeSpanError: the replay would last too long.
         """
-        self.state.at[PAUSE_AT] = pause_ns
+        self.state.at[ENTRY.pause_at] = pause_ns
         while (code := self._advance(self.state, self._pool.num_blocks)) == FULL:
             self._hand_over(fold)
         if code == TOO_LONG:
@@ -357,8 +344,8 @@ class CompiledReplay:
         Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
         """
         self._hand_over(fold)
-        fold.add_requests(self._ended(self._handed, self.state.at[ENDED]))
-        fold.close(float(to_s(int(self.state.at[LAST_END]))))
+        fold.add_requests(self._ended(self._handed, self.state.at[ENTRY.ended]))
+        fold.close(float(to_s(int(self.state.at[ENTRY.last_end]))))
         kept: dict[str, Any] = {}
         if self._waste is not None:
             kept["waste"] = self._waste.value(keeps_rows=fold.keeps_rows)
@@ -369,14 +356,14 @@ class CompiledReplay:
 
     def _hand_over(self, fold: Fold) -> None:
         log, at = self.state.log, self.state.at
-        steps = at[STEPS]
+        steps = at[ENTRY.steps]
         fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), self._played))
         fold.add_gaps(*gaps(self.state))
         if self._waste is not None:
             self._waste.add(log.records[:steps], log.waste[:steps], keeps_rows=fold.keeps_rows)
         self._played += int(steps)
-        at[STEPS] = at[GAPS] = 0
-        while at[ENDED] - self._handed >= fold.chunk:
+        at[ENTRY.steps] = at[ENTRY.gaps] = 0
+        while at[ENTRY.ended] - self._handed >= fold.chunk:
             fold.add_requests(self._ended(self._handed, self._handed + fold.chunk))
             self._handed += fold.chunk
 

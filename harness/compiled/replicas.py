@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.compiled.replay import DONE, FOREVER, CompiledReplay
-from harness.compiled.state import COMING, ENDING, HEAD, NOW, RUNNING, SEEN, SWAPPED, TAIL
+from harness.compiled.state import ENTRY
 from harness.replay.folds import Fold
 from harness.replay.replicas import REFRESH_NS, WAITING_WEIGHT
 
@@ -20,24 +20,24 @@ class _Replica:
         lists = {"lane": own.lane, "queue": own.queue, "ended": own.ended}
         replay.state = replay.state._replace(requests=first.state.requests._replace(**lists))
         self.at = replay.state.at
-        self.at[COMING] = 0
+        self.at[ENTRY.coming] = 0
 
     def give(self, request: int) -> None:
         """`request` comes to this replica."""
-        self.replay.state.requests.lane[self.at[COMING]] = request
-        self.at[COMING] += 1
+        self.replay.state.requests.lane[self.at[ENTRY.coming]] = request
+        self.at[ENTRY.coming] += 1
         self._idle = False
 
     def advance_to(self, pause_ns: int) -> None:
-        """Run the steps that begin before `pause_ns`. Nothing is called where there is none, as a call unpacks all."""
-        if self._idle != (self.at[NOW] < pause_ns):
+        """Run the steps that begin before `pause_ns`. Nothing is called where there is none."""
+        if self._idle != (self.at[ENTRY.now] < pause_ns):
             self._idle = self.replay.advance_to(pause_ns, self.fold) == DONE
 
     def next_ns(self, at_ns: int) -> tuple[int, int]:
         """When it schedules its next step, and up to when that sees arrivals, if a request comes at `at_ns`."""
         if self._idle:
-            return max(int(self.at[NOW]), at_ns), max(int(self.at[NOW]), at_ns)
-        return int(self.at[NOW]), int(self.at[SEEN])
+            return max(int(self.at[ENTRY.now]), at_ns), max(int(self.at[ENTRY.now]), at_ns)
+        return int(self.at[ENTRY.now]), int(self.at[ENTRY.seen])
 
 
 def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> list[dict[str, Any]]:
@@ -53,8 +53,8 @@ def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> li
         if at_ns >= refresh_ns:
             _advance_before(replicas, at_ns)
             scores = [
-                WAITING_WEIGHT * int(each.at[TAIL] - each.at[HEAD] + each.at[SWAPPED])
-                + int(each.at[RUNNING] + each.at[ENDING])
+                WAITING_WEIGHT * int(each.at[ENTRY.tail] - each.at[ENTRY.head] + each.at[ENTRY.swapped])
+                + int(each.at[ENTRY.running] + each.at[ENTRY.ending])
                 for each in replicas
             ]
             refresh_ns = at_ns + REFRESH_NS

@@ -12,7 +12,7 @@ from harness.compiled.branches import (
 )
 from harness.compiled.drafts import drafts_of, is_padded, note_drafts, within
 from harness.compiled.groups import extend_pages, find_prefix, lacking_to_enter, share_pages
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.pool import (
     blocks_of,
     branch_tokens,
@@ -25,34 +25,12 @@ from harness.compiled.pool import (
     take,
     unused_hits,
 )
-from harness.compiled.state import (
-    ADMITTED,
-    BUDGET,
-    ENDING,
-    ENTERED,
-    GONE,
-    HEAD,
-    HITS,
-    HOST,
-    MOVED,
-    NOW,
-    PREEMPTED,
-    RUNNING,
-    SEQUENCES,
-    STEADY,
-    STEADY_ROWS,
-    SWAPPED,
-    TAIL,
-    TAKEN,
-    UNDER_WAY,
-    WRITTEN,
-    ReplayState,
-)
+from harness.compiled.state import ENTRY, ReplayState, members
 from harness.compiled.tiers import loadable
 from harness.replay.arrivals import NEVER
 
 
-@jitable
+@inlined
 def lacking_tokens(state: ReplayState, row: int) -> int:
     """Tokens of `row` to compute before it samples, forks, or has caught up."""
     batch = state.batch
@@ -67,7 +45,7 @@ def lacking_tokens(state: ReplayState, row: int) -> int:
     return int(lacking)
 
 
-@jitable
+@inlined
 def samples(state: ReplayState, row: int) -> bool:
     """Whether the step under way gives each branch of `row` a token."""
     batch = state.batch
@@ -77,23 +55,26 @@ def samples(state: ReplayState, row: int) -> bool:
     return not resumes
 
 
-@jitable
+@called
 def asked_blocks(state: ReplayState, request: int) -> int:
     """How many blocks of `request` are looked up: one token is left to compute before it samples or forks."""
     known = state.requests.generated[request] if state.inputs.width[request] == 1 else 0
     return int((state.inputs.prompt[request] + known - 1) // state.rules.block_size)
 
 
-@jitable
+@called
 def prefill_cap(state: ReplayState) -> int:
     """The largest chunk of one prompt: a lone request gets the whole budget."""
-    rules, requests = state.rules, state.at[RUNNING] + state.at[ENDING] + state.at[TAIL] - state.at[HEAD]
+    rules, requests = (
+        state.rules,
+        state.at[ENTRY.running] + state.at[ENTRY.ending] + state.at[ENTRY.tail] - state.at[ENTRY.head],
+    )
     if requests <= 1 or not rules.prefill_cap:
         return rules.budget
     return int(max(rules.prefill_cap, rules.budget // requests) if rules.adaptive else rules.prefill_cap)
 
 
-@jitable
+@inlined
 def continue_running(state: ReplayState) -> None:
     """Give every row its query tokens and blocks, in order of admission; what is left of the budget is in `BUDGET`.
 
@@ -101,26 +82,26 @@ def continue_running(state: ReplayState) -> None:
     """
     at, branches, query = state.at, state.batch.branches, state.batch.query
     row = 0
-    while row < at[STEADY]:
+    while row < at[ENTRY.steady]:
         if has_room(state, row):
             query[row] = 1
-            at[WRITTEN] += branches[row] * state.rules.token_slots
+            at[ENTRY.written] += branches[row] * state.rules.token_slots
             row += 1
         else:
             row = extend_or_preempt(state, row, 1)
-    at[BUDGET], cap = state.rules.budget - at[STEADY_ROWS], prefill_cap(state)
-    while row < at[RUNNING]:
+    at[ENTRY.budget], cap = state.rules.budget - at[ENTRY.steady_rows], prefill_cap(state)
+    while row < at[ENTRY.running]:
         tokens = query_tokens(state, row, cap)
         query[row] = 0
         together = branches[row] > 1 and not state.batch.behind[row]  # they sample together or not at all
-        if tokens <= 0 or (together and branches[row] > at[BUDGET]):
+        if tokens <= 0 or (together and branches[row] > at[ENTRY.budget]):
             row += 1
             continue
         row = extend_or_preempt(state, row, tokens)
-    at[BUDGET] = max(at[BUDGET], 0)
+    at[ENTRY.budget] = max(at[ENTRY.budget], 0)
 
 
-@jitable
+@inlined
 def has_room(state: ReplayState, row: int) -> bool:
     """Whether the next token of steady `row` goes into blocks that it has, and its windows leave none: then nothing of
     the pool changes but the count of written slots.
@@ -131,18 +112,18 @@ def has_room(state: ReplayState, row: int) -> bool:
     return bool(not state.rules.groups or batch.computed[row] < state.groups.due[batch.slot[row]])
 
 
-@jitable
+@called
 def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
     """`row` computes `query` tokens in this step; other rows or itself are preempted where blocks are short.
 
     Returns the row that comes next.
     """
-    at, is_steady = state.at, row < state.at[STEADY]
+    at, is_steady = state.at, row < state.at[ENTRY.steady]
     needed = needed_blocks(state, row, query)
     while needed > free_blocks(state):
-        if at[ENDING] and preempt_ended(state, row):
+        if at[ENTRY.ending] and preempt_ended(state, row):
             continue
-        victim = last_in_queue(state, row) if state.rules.by_priority else at[RUNNING] - 1
+        victim = last_in_queue(state, row) if state.rules.by_priority else at[ENTRY.running] - 1
         if victim < row:
             take_back(state, victim)
         preempt(state, victim)
@@ -151,8 +132,8 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
         row -= victim < row
     extend(state, row, query)
     if not is_steady:
-        at[BUDGET] -= query if state.batch.behind[row] else query * state.batch.branches[row]
-        at[BUDGET] -= state.rules.drafts > 0
+        at[ENTRY.budget] -= query if state.batch.behind[row] else query * state.batch.branches[row]
+        at[ENTRY.budget] -= state.rules.drafts > 0
     return row + 1
 
 
@@ -161,22 +142,22 @@ def preempt_ended(state: ReplayState, row: int) -> bool:
     """Preempt a request that has ended, if it is the one to preempt: it loses its blocks."""
     at, batch = state.at, state.batch
     first, last = state.rules.max_rows, state.rules.max_rows
-    for other in range(first + 1, first + at[ENDING]):
+    for other in range(first + 1, first + at[ENTRY.ending]):
         if comes_later(state, other, last):
             last = other
-    running = last_in_queue(state, row) if state.rules.by_priority else at[RUNNING] - 1
+    running = last_in_queue(state, row) if state.rules.by_priority else at[ENTRY.running] - 1
     if not comes_later(state, last, running):
         return False
-    release_ended(state, last, at[UNDER_WAY] * batch.unseen[last])
-    at[ENDING] -= 1
-    at[PREEMPTED] += 1
-    at[GONE] += 1
-    for place in range(last, first + at[ENDING]):
+    release_ended(state, last, at[ENTRY.under_way] * batch.unseen[last])
+    at[ENTRY.ending] -= 1
+    at[ENTRY.preempted] += 1
+    at[ENTRY.gone] += 1
+    for place in range(last, first + at[ENTRY.ending]):
         move(state, place + 1, place)
     return True
 
 
-@jitable
+@called
 def comes_later(state: ReplayState, row: int, other: int) -> bool:
     """Whether `row` is preempted before `other`: it is after it in queue order, or was admitted later."""
     if not state.rules.by_priority:
@@ -189,7 +170,7 @@ def comes_later(state: ReplayState, row: int, other: int) -> bool:
 @called
 def release_ended(state: ReplayState, row: int, unseen: int) -> None:
     """`row` has ended: release its blocks, of which those with its last `unseen` tokens are not kept."""
-    state.at[SEQUENCES] -= state.inputs.width[state.batch.request[row]]
+    state.at[ENTRY.sequences] -= state.inputs.width[state.batch.request[row]]
     release_row(state, row, False, unseen)
 
 
@@ -197,51 +178,51 @@ def release_ended(state: ReplayState, row: int, unseen: int) -> None:
 def wait_for_end(state: ReplayState) -> None:
     """The step under way is over: what the one before it ended is released."""
     at, first = state.at, state.rules.max_rows
-    for row in range(first, first + at[ENDING]):
+    for row in range(first, first + at[ENTRY.ending]):
         release_ended(state, row, 0)
-    at[ENDING] = at[GONE] = at[UNDER_WAY] = 0
+    at[ENTRY.ending] = at[ENTRY.gone] = at[ENTRY.under_way] = 0
 
 
-@jitable
+@inlined
 def has_rows(state: ReplayState) -> bool:
     """Whether the step under way computes anything."""
     rows = 0
-    for row in range(state.at[RUNNING]):
+    for row in range(state.at[ENTRY.running]):
         rows += state.batch.query[row]
     return rows > 0
 
 
-@jitable
+@inlined
 def query_tokens(state: ReplayState, row: int, cap: int) -> int:
     """Query tokens of `row` in this step, with drafts; where there are drafts, one token is kept for their model."""
-    lacking, budget = lacking_tokens(state, row), state.at[BUDGET]
+    lacking, budget = lacking_tokens(state, row), state.at[ENTRY.budget]
     if not state.rules.drafts:
         return int(min(lacking, budget, cap))
     return within(state, row, min(lacking + drafts_of(state, row), budget - 1, cap))
 
 
-@jitable
+@called
 def last_in_queue(state: ReplayState, row: int) -> int:
     """The row that is last in queue order; those that are not steady keep what they have got in this step."""
     at, last = state.at, row
-    for other in range(at[RUNNING]):
-        if not at[STEADY] <= other < row and comes_later(state, other, last):
+    for other in range(at[ENTRY.running]):
+        if not at[ENTRY.steady] <= other < row and comes_later(state, other, last):
             last = other
     return last
 
 
-@jitable
+@called
 def take_back(state: ReplayState, row: int) -> None:
     """Steady `row` does not run in this step after all."""
     at, batch = state.at, state.batch
     branches = batch.branches[row]
-    at[BUDGET] += branches
-    at[WRITTEN] -= branches * state.rules.token_slots
+    at[ENTRY.budget] += branches
+    at[ENTRY.written] -= branches * state.rules.token_slots
     blocks = batch.blocks[row] - blocks_of(batch.computed[row], state.rules.block_size)
-    at[TAKEN] -= branches * blocks * max(1, state.rules.groups)
+    at[ENTRY.taken] -= branches * blocks * max(1, state.rules.groups)
 
 
-@jitable
+@called
 def extend(state: ReplayState, row: int, query: int) -> None:
     """Each branch of `row` computes `query` tokens in this step; the blocks that this needs are free."""
     state.batch.query[row] = query
@@ -262,7 +243,7 @@ def extend(state: ReplayState, row: int, query: int) -> None:
         note_drafts(state, row, lacking_tokens(state, row), query)
         certain -= state.drafting.drafts[row]
     name_blocks(state, row, certain)
-    state.at[WRITTEN] += query
+    state.at[ENTRY.written] += query
 
 
 @called
@@ -273,49 +254,51 @@ def preempt(state: ReplayState, row: int) -> None:
     """
     at, batch, requests = state.at, state.batch, state.requests
     request = batch.request[row]
-    if row < at[STEADY]:
-        at[STEADY] -= 1
-        at[STEADY_ROWS] -= batch.branches[row]
+    if row < at[ENTRY.steady]:
+        at[ENTRY.steady] -= 1
+        at[ENTRY.steady_rows] -= batch.branches[row]
     requests.lost[request] = -(batch.branches[row] - 1) * state.inputs.prompt[request]
     for branch in range(batch.branches[row]):
         requests.lost[request] += branch_tokens(state, row, branch, 0)
-    swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[HOST]
-    unseen = 0 if swaps else at[UNDER_WAY] * batch.unseen[row]
+    swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[ENTRY.host]
+    unseen = 0 if swaps else at[ENTRY.under_way] * batch.unseen[row]
     release_row(state, row, not swaps, unseen)
     requests.generated[request] = batch.generated[row]
     requests.last_token[request] = batch.last_token[row]
     requests.preemptions[request] += 1
-    at[SEQUENCES] -= state.inputs.width[request]
-    at[PREEMPTED] += 1
-    at[RUNNING] -= 1
-    for place in range(row, at[RUNNING]):
+    at[ENTRY.sequences] -= state.inputs.width[request]
+    at[ENTRY.preempted] += 1
+    at[ENTRY.running] -= 1
+    for place in range(row, at[ENTRY.running]):
         move(state, place + 1, place)
     if swaps:
-        push(state.swapped, at[SWAPPED], state.inputs.priority[request], requests.place[request], request)
-        at[SWAPPED] += 1
+        push(
+            state.swapped, at[ENTRY.swapped], state.inputs.priority[request], requests.place[request], request
+        )
+        at[ENTRY.swapped] += 1
         move_blocks(state, -blocks_of(requests.lost[request], state.rules.block_size))
     else:
         put_back(state, request)
 
 
-@jitable
+@called
 def move_blocks(state: ReplayState, freed: int) -> None:
     """Move blocks between device and host, where `freed` are free then, or taken if negative."""
-    state.at[HOST] += freed
-    state.at[MOVED] += abs(freed)
+    state.at[ENTRY.host] += freed
+    state.at[ENTRY.moved] += abs(freed)
 
 
-@jitable
+@called
 def swap_in_and_admit(state: ReplayState) -> None:
     """Bring requests back from host memory, then admit, but none while one is still there."""
     at = state.at
-    while at[BUDGET] > 0 and at[SWAPPED] and may_return(state):
+    while at[ENTRY.budget] > 0 and at[ENTRY.swapped] and may_return(state):
         swap_in(state)
-    if not at[SWAPPED]:
+    if not at[ENTRY.swapped]:
         admit(state)
 
 
-@jitable
+@called
 def may_return(state: ReplayState) -> bool:
     """Whether the batch has room for the first swapped request, and its blocks and those of its next step are free."""
     at, rules, size = state.at, state.rules, state.rules.block_size
@@ -324,9 +307,9 @@ def may_return(state: ReplayState) -> bool:
     needed = (
         blocks_of(computed, size)
         + (computed % size == 0)
-        + (rules.watermark_blocks if at[RUNNING] + at[ENDING] else 0)
+        + (rules.watermark_blocks if at[ENTRY.running] + at[ENTRY.ending] else 0)
     )
-    has_room = at[SEQUENCES] + state.inputs.width[request] <= rules.max_running
+    has_room = at[ENTRY.sequences] + state.inputs.width[request] <= rules.max_running
     return bool(has_room and needed <= free_blocks(state))
 
 
@@ -334,68 +317,68 @@ def may_return(state: ReplayState) -> bool:
 def swap_in(state: ReplayState) -> None:
     """The first swapped request becomes the last row again; its blocks are new, and full ones get names."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)
-    request, row = pop(state.swapped, at[SWAPPED]), at[RUNNING]
-    at[SWAPPED] -= 1
+    request, row = pop(state.swapped, at[ENTRY.swapped]), at[ENTRY.running]
+    at[ENTRY.swapped] -= 1
     computed = state.requests.lost[request]
     blocks = blocks_of(computed, state.rules.block_size)
     place_row(state, request)
     batch.computed[row], batch.blocks[row], batch.distinct[row], batch.named[row] = computed, 0, 0, 0
     take(state, row, blocks)
-    at[TAKEN] -= blocks
-    at[WRITTEN] += computed
+    at[ENTRY.taken] -= blocks
+    at[ENTRY.written] += computed
     name_blocks(state, row, computed)
     move_blocks(state, blocks)
-    query = min(lacking_tokens(state, row), at[BUDGET], cap)
+    query = min(lacking_tokens(state, row), at[ENTRY.budget], cap)
     batch.query[row] = 0
     if needed_blocks(state, row, query) <= free_blocks(state):
         extend(state, row, query)
-        at[BUDGET] -= query
+        at[ENTRY.budget] -= query
 
 
-@jitable
+@called
 def place_row(state: ReplayState, request: int) -> None:
     """`request`, which has one branch, becomes the last row; it has no blocks yet."""
-    at, batch, row = state.at, state.batch, state.at[RUNNING]
-    at[RUNNING] += 1
-    at[ENTERED] += 1
-    at[SEQUENCES] += state.inputs.width[request]
-    batch.entered[row], batch.chose[row], batch.unseen[row] = at[ENTERED], 0, 0
+    at, batch, row = state.at, state.batch, state.at[ENTRY.running]
+    at[ENTRY.running] += 1
+    at[ENTRY.entered] += 1
+    at[ENTRY.sequences] += state.inputs.width[request]
+    batch.entered[row], batch.chose[row], batch.unseen[row] = at[ENTRY.entered], 0, 0
     batch.request[row] = request
     batch.branches[row], batch.copies[row], batch.slot[row], batch.behind[row] = 1, 0, NEVER, 0
     batch.generated[row] = state.requests.generated[request]
     batch.last_token[row] = state.requests.last_token[request]
 
 
-@jitable
+@inlined
 def move(state: ReplayState, row: int, place: int) -> None:
     """Move `row` to `place`, so that the batch has no gaps."""
     if row == place:
         return
-    for column in state.batch:
+    for column in members(state.batch):
         column[place] = column[row]
 
 
-@jitable
+@called
 def admit(state: ReplayState) -> None:
     """Admit in the order of the queue; the first request that does not fit ends the loop."""
     at = state.at
-    while at[BUDGET] > 0 and at[HEAD] < at[TAIL] and may_enter(state):
+    while at[ENTRY.budget] > 0 and at[ENTRY.head] < at[ENTRY.tail] and may_enter(state):
         enter(state)
 
 
-@jitable
+@called
 def may_enter(state: ReplayState) -> bool:
     """Whether the head of the queue fits the batch, the token budget and the free blocks."""
     at, rules = state.at, state.rules
-    request, budget = first_waiting(state), at[BUDGET]
+    request, budget = first_waiting(state), at[ENTRY.budget]
     width = state.inputs.width[request]
-    if at[SEQUENCES] + width > rules.max_running:
+    if at[ENTRY.sequences] + width > rules.max_running:
         return False
     known = tokens = state.inputs.prompt[request] + state.requests.generated[request]
     if width > 1:
         tokens = state.inputs.prompt[request]
     asked, first = asked_blocks(state, request), min(budget, prefill_cap(state))
-    spare = rules.watermark_blocks if at[RUNNING] + at[ENDING] else 0
+    spare = rules.watermark_blocks if at[ENTRY.running] + at[ENTRY.ending] else 0
     if rules.groups:
         hits, _ = find_prefix(state, request, asked)
         cached = hits * rules.block_size
@@ -431,12 +414,12 @@ def may_enter(state: ReplayState) -> bool:
     return bool(needed + spare <= free_blocks(state))
 
 
-@jitable
+@called
 def enter(state: ReplayState) -> None:
     """The head of the queue becomes the last row, with its first chunk."""
     at, batch, cap = state.at, state.batch, prefill_cap(state)
-    request, row = take_first(state), at[RUNNING]
-    at[ADMITTED] += 1
+    request, row = take_first(state), at[ENTRY.running]
+    at[ENTRY.admitted] += 1
     place_row(state, request)
     asked = asked_blocks(state, request)
     if state.rules.groups:
@@ -452,20 +435,20 @@ def enter(state: ReplayState) -> None:
     note_entry(state, request, cached)
     query = query_tokens(state, row, cap)
     if is_padded(state, request, lacking_tokens(state, row), cached):
-        query = within(state, row, min(1 + state.rules.drafts, at[BUDGET] - 1, cap))
+        query = within(state, row, min(1 + state.rules.drafts, at[ENTRY.budget] - 1, cap))
     extend(state, row, query)
-    at[BUDGET] -= query + (state.rules.drafts > 0)
+    at[ENTRY.budget] -= query + (state.rules.drafts > 0)
 
 
-@jitable
+@called
 def note_entry(state: ReplayState, request: int, cached: int) -> None:
     """Record that `request` enters the batch, with `cached` tokens that it found in the cache."""
     requests = state.requests
     if requests.scheduled[request] == NEVER:
-        requests.scheduled[request] = state.at[NOW]
+        requests.scheduled[request] = state.at[ENTRY.now]
     if not requests.preemptions[request]:
         requests.hits[request] += cached
     else:
         requests.resumed_hits[request] += cached
         requests.recomputed[request] += max(0, requests.lost[request] - cached)
-    state.at[HITS] += cached
+    state.at[ENTRY.hits] += cached

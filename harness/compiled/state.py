@@ -1,5 +1,7 @@
 """The state of the compiled replay: arrays in named tuples, whose fields numba can access."""
 
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,55 +10,97 @@ from engine.core.memory.tiers import Tiers
 from engine.core.options import TierLoad, TierStore
 from harness.metrics.log import STEP_RECORD, FloatArray, IntArray
 from harness.replay.arrivals import NEVER
+from traces.analysis.reuse import keyed_levels
+from traces.trace import SegmentColumns
 
 NameArray = np.ndarray[Any, np.dtype[np.int32]]
 WordArray = np.ndarray[Any, np.dtype[np.uint64]]
 
-# -- entries of `ReplayState.at` ---------------------------------------------------------------------------------------
-NOW = 0  # ns
-ARRIVED = 1  # requests that the scheduler knows
-HEAD = 2  # of the queue: requests that have entered the batch
-TAIL = 3  # requests that have been queued
-RUNNING = 4  # rows of the batch
-STEADY = 5  # leading rows that are steady decoders
-EMPTY = 6  # free blocks without reusable content
-CACHED = 7  # free blocks that hold a prefix
-WRITTEN = 8  # slots in use that are written
-INTERNAL = 9  # slots in use that will never be written
-VOIDED = 10  # blocks whose content was discarded since the last plan
-LAST_END = 11  # ns at which the last step ended
-ENDED = 12  # requests that have ended
-STEPS = 13  # steps in the log
-GAPS = 14  # gaps in the log
-ENTRIES = 15  # table entries: a block that several rows share counts once for each
-SPARE = 16  # numbers of named blocks that no block has
-TAKEN = 17  # blocks taken in the step under way
-ADMITTED = 18  # requests admitted in it
-PREEMPTED = 19  # requests that lost their blocks in it
-HITS = 20  # slots that the admitted ones found in the cache
-SEQUENCES = 21  # branches of the running requests; one that has not forked yet counts with its whole width
-STEADY_ROWS = 22  # branches of the leading steady requests
-COPIES = 23  # blocks copied in the step under way
-SLOTS = 24  # of `BeamTables` or `GroupArrays`: how many no request has
-UNDER_WAY = 25  # whether a step runs whose tokens are not known
-SEEN = 26  # ns up to which the next step knows of arrivals
-COMING = 27  # requests in `RequestStates.lane`
-DUE = 28  # requests in `ReplayState.arriving`
-NEXT = 29  # requests that were in it so far
-PAUSE_AT = 30  # ns from which no step may begin before `advance` returns
-BUDGET = 31  # query tokens that the step under way can still take
-SWAPPED = 32  # requests whose blocks are in host memory
-HOST = 33  # free blocks there
-MOVED = 34  # blocks moved between device and host in the step under way
-ENDING = 35  # requests that have all their tokens, and keep their blocks until the next step is scheduled
-GONE = 36  # of those, preempted in the step under way
-ENTERED = 37  # requests that have entered the batch
-NUM_SCALARS = 38
+_ENTRIES = (
+    "now",  # ns
+    "arrived",  # requests that the scheduler knows
+    "head",  # of the queue: requests that have entered the batch
+    "tail",  # requests that have been queued
+    "running",  # rows of the batch
+    "steady",  # leading rows that are steady decoders
+    "empty",  # free blocks without reusable content
+    "cached",  # free blocks that hold a prefix
+    "written",  # slots in use that are written
+    "internal",  # slots in use that will never be written
+    "voided",  # blocks whose content was discarded since the last plan
+    "last_end",  # ns at which the last step ended
+    "ended",  # requests that have ended
+    "steps",  # steps in the log
+    "gaps",  # gaps in the log
+    "entries",  # table entries: a block that several rows share counts once for each
+    "spare",  # numbers of named blocks that no block has
+    "taken",  # blocks taken in the step under way
+    "admitted",  # requests admitted in it
+    "preempted",  # requests that lost their blocks in it
+    "hits",  # slots that the admitted ones found in the cache
+    "sequences",  # branches of the running requests; one that has not forked yet counts with its whole width
+    "steady_rows",  # branches of the leading steady requests
+    "copies",  # blocks copied in the step under way
+    "slots",  # of `BeamTables` or `GroupArrays`: how many no request has
+    "under_way",  # whether a step runs whose tokens are not known
+    "seen",  # ns up to which the next step knows of arrivals
+    "coming",  # requests in `RequestStates.lane`
+    "due",  # requests in `ReplayState.arriving`
+    "next",  # requests that were in it so far
+    "pause_at",  # ns from which no step may begin before `advance` returns
+    "budget",  # query tokens that the step under way can still take
+    "swapped",  # requests whose blocks are in host memory
+    "host",  # free blocks there
+    "moved",  # blocks moved between device and host in the step under way
+    "ending",  # requests that have all their tokens, and keep their blocks until the next step is scheduled
+    "gone",  # of those, preempted in the step under way
+    "entered",  # requests that have entered the batch
+)
+ENTRY: Any = namedtuple("ENTRY", _ENTRIES)(*range(len(_ENTRIES)))
+"""The place of each scalar in `ReplayState.at`, by its name: `ENTRY.now`."""
 
 _UNKNOWN = ("scheduled", "first_token", "finish", "last_token")  # of `RequestStates`, at first
 
 
 RECENT, TTL, PIN, PRIORITY = range(4)  # `Rules.keep`
+
+
+class BlockNames(NamedTuple):
+    """The names of request r are `names[first_name[r] : first_name[r + 1]]`, for its leading blocks that have one.
+
+    Names are small integers: two blocks have equal ones where `KeyIdentity` gives them equal hashes. A hash covers the
+    pieces of segments in a block and the hash before it. So a block is known by the segments before the one in which it
+    ends, the key of that one, and its place; those that end in one segment have names in a row.
+    """
+
+    first_name: IntArray  # int64 [requests + 1]
+    names: NameArray
+
+    @classmethod
+    def none(cls, requests: int) -> "BlockNames":
+        """No block has a name."""
+        return cls(np.zeros(requests + 1, dtype=np.int64), np.zeros(0, dtype=np.int32))
+
+    @classmethod
+    def of(cls, prompts: SegmentColumns, salts: Sequence[str], block_size: int) -> "BlockNames":
+        """Names for the blocks of prompts, each with its salt."""
+        path = np.unique(np.array(salts, dtype=np.str_), return_inverse=True)[1]
+        stop, distinct = np.zeros(len(path), np.int64), 0
+        # of each run of names its prompt, its first name, how many they are
+        runs = [np.zeros((3, 0), np.int64)]
+        for live, pair, tokens in keyed_levels(prompts, path):
+            before = stop[live] // block_size
+            stop[live] += tokens
+            counts = stop[live] // block_size - before
+            most = np.zeros(int(pair.max()) + 1, np.int64)
+            np.maximum.at(most, pair, counts)
+            runs.append(np.stack([live, (distinct + np.cumsum(most) - most)[pair], counts]))
+            distinct += int(most.sum())
+        found = np.hstack(runs)
+        _, first, counts = found[:, np.argsort(found[0], kind="stable")]
+        ends = np.cumsum(counts)
+        names = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
+        return cls(np.concatenate([[0], np.cumsum(stop // block_size)]), names.astype(np.int32))
 
 
 class RequestInputs(NamedTuple):
@@ -365,7 +409,7 @@ class StepLog(NamedTuple):
 
 
 class ReplayState(NamedTuple):
-    """A replay under way. `at` holds the scalars (NOW, ARRIVED, …), `after_prefill[0]` the feature of that name."""
+    """A replay under way. `at` holds the scalars of `ENTRY`, `after_prefill[0]` the feature of that name."""
 
     inputs: RequestInputs
     rules: Rules
@@ -391,6 +435,11 @@ class ReplayState(NamedTuple):
     log: StepLog
 
 
+def members(columns: Iterable[IntArray]) -> Iterable[IntArray]:
+    """The members of a named tuple, for a loop over them: compiled code knows the tuple by its address alone."""
+    return columns
+
+
 def new_state(
     inputs: RequestInputs,
     rules: Rules,
@@ -413,11 +462,11 @@ def new_state(
     runs = min(num_blocks, most if num_blocks <= most or rules.groups else 2 * num_requests)
     firsts = [NEVER if name in _UNKNOWN else 0 for name in RequestStates._fields]
     states = RequestStates(*(np.full(num_requests, first, dtype=np.int64) for first in firsts))
-    at = np.zeros(NUM_SCALARS, dtype=np.int64)
-    at[EMPTY] = num_blocks
-    at[SPARE] = numbers
+    at = np.zeros(len(_ENTRIES), dtype=np.int64)
+    at[ENTRY.empty] = num_blocks
+    at[ENTRY.spare] = numbers
     beams = beam_tables(inputs, rules)
-    at[SLOTS] = len(beams.spare_slots)
+    at[ENTRY.slots] = len(beams.spare_slots)
     nodes = numbers + runs + rules.ranks
     gaps = 2 * log_steps + rows
     return ReplayState(

@@ -6,7 +6,7 @@ is in: so the units of one table never make room for each other.
 
 from engine.core.memory.tiers import Tiers
 from harness.compiled.lists import append_node, cut_run, drop_run, names_of, new_run, remove_node, run_of
-from harness.compiled.numba_edge import called, jitable
+from harness.compiled.numba_edge import called
 from harness.compiled.state import Tiering
 from harness.replay.arrivals import NEVER
 
@@ -143,7 +143,7 @@ def trim(tiers: Tiering, tier: int, room: int) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@jitable
+@called
 def tier_of(tiers: Tiering, request: int, unit: int) -> int:
     """The first tier that has number `unit` of `request`; NEVER: none has it."""
     last = (unit + 1) * tiers.chunk - 1
@@ -200,7 +200,7 @@ def read(tiers: Tiering, request: int, found: int, asked: int) -> int:
     return int(loaded)
 
 
-@jitable
+@called
 def with_reading(tiers: Tiering, seconds: float) -> float:
     """Seconds of the step under way, which computes for `seconds`, with what it reads from tiers."""
     read_s = tiers.seconds[STEP]

@@ -15,7 +15,6 @@ from engine.core.options import Decoding, Eviction, Retention, Scheduling
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.grouping import Grouping
-from harness.compiled.names import BlockNames
 from harness.compiled.numba_edge import is_available, is_cached
 from harness.compiled.replay import (
     Branches,
@@ -27,6 +26,7 @@ from harness.compiled.replay import (
     Waiting,
 )
 from harness.compiled.replicas import run_replicas
+from harness.compiled.state import BlockNames
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, ReplayMode
@@ -50,8 +50,8 @@ from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import OPEN, Requests, TraceRequest
 
-# CPU-seconds of loading compiled code from the disk, and of compiling it once
-LOADING_S, COMPILING_S = 1.0, 80.0
+# CPU-seconds of loading compiled code from the disk, and of compiling it once, on the CPU that took `PLAIN_S` and so on
+LOADING_S, COMPILING_S = 1.0, 30.0
 PLAIN_S, SHARED_S, SAMPLES_S, DRAFTS_S, GROUPS_S, BEAMS_S = 2e-4, 3e-4, 6e-4, 1e-3, 4e-3, 1e-2
 """CPU-seconds that the policy core takes for a request (`benchmarks/test_replay.py`)."""
 
@@ -363,7 +363,9 @@ def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[
     """
     replays = compiled_replays(point, cost)
     if replays and not is_cached():
-        remark("compiling the replay, once on this machine and version: about two minutes, six on a slow CPU")
+        remark(
+            "compiling the replay, once on this machine and version: about half a minute, two minutes on a slow CPU"
+        )
     return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 
 

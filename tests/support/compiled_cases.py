@@ -19,7 +19,6 @@ from engine.core.options import (
 )
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
-from harness.compiled.names import BlockNames
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import (
     Branches,
@@ -28,6 +27,7 @@ from harness.compiled.replay import (
     PlainRequests,
     Waiting,
 )
+from harness.compiled.state import BlockNames
 from harness.cost.fitted import FittedCost
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.cost.roofline import DeviceShape, RooflineCost

@@ -49,6 +49,7 @@ from harness.compiled.replay import (
     advance,
 )
 from harness.compiled.replicas import run_replicas
+from harness.compiled.state import Heap
 from harness.cost.roofline import RooflineCost
 from harness.replay.arrivals import (
     OpenLoop,
@@ -307,3 +308,9 @@ def test_limits_that_nothing_reaches_cost_no_memory_and_change_nothing() -> None
         for rows in (10**12, 60)
     )
     assert_same(wide, narrow)
+
+
+def test_an_array_with_gaps_is_not_referred_to() -> None:
+    reference = pytest.importorskip("harness.compiled.reference")
+    with pytest.raises(TypeError, match="without gaps"):
+        reference.reference_to(Heap(*(np.zeros(8, np.int64)[::2] for _ in range(3))))

@@ -27,7 +27,7 @@ from harness.compiled.grouping import Grouping
 from harness.compiled.lists import take_run
 from harness.compiled.pool import add_run, evict, own_run
 from harness.compiled.replay import PlainPool, PlainRequests
-from harness.compiled.state import CACHED
+from harness.compiled.state import ENTRY
 from harness.metrics.log import RunLog
 from harness.replay.features import Sight
 
@@ -143,7 +143,7 @@ def test_of_blocks_whose_middle_is_in_use_again_the_last_are_evicted_first() -> 
     state = compiled_replay(requests, SchedulerLimits(), pool, COSTS["fitted"]).state
     add_run(state, 0, 2, 6, True, 0)
     take_run(state.runs, state.evictable, 0, 4, 6)
-    state.at[CACHED] -= 2
+    state.at[ENTRY.cached] -= 2
     evict(state, 2)
     assert own_run(state, 0, 2, 8) == 2
     assert own_run(state, 0, 6, 8) == 0

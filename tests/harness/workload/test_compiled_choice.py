@@ -37,7 +37,7 @@ def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """By day Python runs the loop: to compile it takes longer than all tests here, and `test_compiled.py` does."""
     monkeypatch.setattr(compiled, "is_cached", lambda: True)
     if not NIGHT:
-        monkeypatch.setattr("harness.compiled.replay.compiled", lambda function: function)
+        monkeypatch.setattr("harness.compiled.replay.MachineCode", lambda function: function)
 
 
 def point(*settings: str) -> tuple[Point, CostModel]:
@@ -243,10 +243,10 @@ def test_where_the_cache_cannot_be_written_no_code_is_kept_beside_the_sources(
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr(import_module("numba").config, "CACHE_DIR", "")
-    function = compiling.compiled.__wrapped__(lambda run: run)
+    function = compiling.dispatcher.__wrapped__(lambda run: run)
     assert type(function._cache).__name__ == "NullCache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "folder"))
-    assert (tmp_path / "folder") in Path(compiling.compiled.__wrapped__(only)._cache.cache_path).parents
+    assert (tmp_path / "folder") in Path(compiling.dispatcher.__wrapped__(only)._cache.cache_path).parents
 
 
 def only(run: int) -> int:
