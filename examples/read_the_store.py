@@ -20,7 +20,7 @@ COLUMNS = {
     "config.cache.block_size": "block size",
     "config.cache.prefix_caching": "caching",
     "simulated.hit_ratio": "hit ratio",
-    "simulated.internal_of_allocated": "wasted",
+    "simulated.internal_of_allocated": "never filled",  # of the slots in use, time-weighted
     "simulated.request_throughput": "requests/s",
     "simulated.ttft_p99": "TTFT p99 (s)",
     "comparison.ttft_p99.error": "error",  # against the measured side; empty without one

@@ -48,6 +48,7 @@ _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound w
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
+_TO_SHOW_GROWTH = 3  # times as often a trace is sent, where growth alone breaks the SLO
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -180,13 +181,9 @@ class LoadCase:
         """Nothing is measured, and requests that cannot be served are counted. Raises UserError for no requests."""
         if self.requests is not None and self.requests < 1:
             raise UserError("--requests: must be at least 1")
-        alone = {
-            "measure": False,
-            "replay.optimum": False,
-            "replay.residency": None,
-            "replay.kv_events": False,
-        }
-        self.config = replaced(self.config, {**alone, "workload.oversize": Oversize.drop})
+        alone: dict[str, Any] = dict.fromkeys(("measure", "replay.optimum", "replay.kv_events"), False)
+        alone |= {"replay.residency": None, "workload.oversize": Oversize.drop}
+        self.config = replaced(self.config, alone)
 
     # -- what is simulated ---------------------------------------------------------------------------------
 
@@ -363,7 +360,9 @@ class LoadCase:
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))
-        if trial.met and more > copies:
+        if trial.growth:  # of the queue, or of the trace's own load, which begins anew with each copy
+            more = max(more, min(_TO_SHOW_GROWTH * copies, self.most // len(trace.requests)))
+        if more > copies and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
         return self._kept(trial)
 

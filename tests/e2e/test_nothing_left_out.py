@@ -9,7 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from harness.cli.main import main
@@ -130,6 +130,7 @@ def test_what_is_left_out_is_named_before_any_figure(command: str, asked: Asked)
 
 @settings(max_examples=tier(1, 6), phases=DRAWN)
 @given(kinds=st.lists(st.sampled_from(["fits", "long", "empty", "bad"]), min_size=2, max_size=8))
+@example(kinds=["long", "empty", "bad"])
 def test_what_a_grid_leaves_out_is_named_before_it_is_measured(kinds: Sequence[str]) -> None:
     """Our engine measures a cell: those that serve fewer requests than others are no choice, and are named as well."""
     lengths = {"fits": (30, 4), "long": (300, 4), "empty": (30, 0), "bad": (-1, 4)}

@@ -145,6 +145,20 @@ def test_a_number_in_the_server_that_grows_with_time_is_growth() -> None:
     assert case.run(rate=1.2 / service).growth == pytest.approx(1 / 6, abs=0.08)
 
 
+def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows() -> None:
+    """Three times as many arrive at the end as at the start, and the server has time left throughout."""
+    config = single_server()
+    config.scheduler.max_running = 64
+    at_us = np.cumsum(np.linspace(37_500, 12_500, 60)).astype(int).tolist()
+    rows = tuple(TraceRequest(n, at, 20, 20, (Segment(None, 20),)) for n, at in enumerate(at_us))
+    header = TraceHeader("t", "simple", "t", CONTENT, None, 1, "", len(rows), len(rows))
+    case = LoadCase(config, parse_slo("ttft_p99<0.07"), Trace(header, rows))
+    assert case.run(rate=40.0, once=True).growth > 0.01
+    found = case.run(rate=40.0)
+    assert found.met
+    assert found.outcome["finished"] == 180
+
+
 @pytest.mark.parametrize(("slo", "saved"), [("queue_mean<0.2", 1), ("ttft_p99<8", 0), ("e2e_p90<1.5", 1)])
 def test_a_search_by_guesses_ends_where_one_over_every_step_does(slo: str, saved: int) -> None:
     config = single_server()

@@ -146,7 +146,7 @@ def by_twin(asked: Asked, case: LoadCase, trace: Trace, folder: Path) -> WhatIf:
     point = resolve(case.config, case.recorded).of_trace(trace)
     requests = predict(point, cost_model(point.deployment), rows=True).log.requests
     columns = ("arrival_s", "prompt_tokens", "output_tokens", "first_token_s", "finish_s")
-    order = np.argsort(requests["arrival_s"], kind="stable")
+    order = np.lexsort((requests["request_id"], requests["arrival_s"]))
     rows = zip(*(requests[name][order].tolist() for name in columns), strict=True)
     lines = [",".join(map(repr, row)) for row in rows]
     head = ",".join(columns).replace("finish_s", "last_token_s")
