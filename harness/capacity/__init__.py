@@ -30,6 +30,7 @@ SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _BELOW_SERVED = 0.9  # of the rate that an overloaded server serves: where a search goes on
+_OVERLOADED = 0.75  # of that rate: where the edge is guessed
 _NARROW = 8  # times the precision, from which on an edge is guessed
 Tell = Callable[[str], None]
 
@@ -272,7 +273,8 @@ class _RateSearch:
 
         It is where a line through the worst figures of both, in logarithms, reaches the bound.
         """
-        worst = {rate: (one.met, one.worst(case.slo)) for rate, one in tried_rates(case, self.changes, seed)}
+        tried = dict(tried_rates(case, self.changes, seed))
+        worst = {rate: (one.met, one.worst(case.slo)) for rate, one in tried.items()}
         good = max((rate for rate, (met, _) in worst.items() if met), default=0.0)
         bad = min((rate for rate, (met, _) in worst.items() if not met), default=inf)
         most = min(bad, float(np.nextafter(case.most_rate[0], inf)))
@@ -280,7 +282,8 @@ class _RateSearch:
         if not 0 < above < inf or not below:
             return good, most, inf
         if not good:
-            return good, most, bad / above**0.5
+            served = tried[bad].metrics.get("request_throughput", 0.0) if tried[bad].growth else 0.0
+            return good, most, max(bad / above**0.5, _OVERLOADED * served)
         return good, most, bad * (good / bad) ** (log(above) / log(above / below))
 
 
