@@ -6,10 +6,9 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_Returned = TypeVar("_Returned")
 _INLINED: list[Callable[..., object]] = []
 _CALLED: list[Callable[..., object]] = []
 
@@ -46,24 +45,23 @@ def inlined(function: _Function) -> _Function:
     return function
 
 
-class MachineCode(Generic[_Returned]):
+class MachineCode:
     """A function of a state and an int as machine code; the state is a named tuple of arrays, numbers, and such tuples.
 
     It is bound to one state at a time, because to find the addresses of all its arrays takes longer than many a call.
     """
 
-    def __init__(self, function: Callable[..., _Returned]) -> None:
+    def __init__(self, function: Callable[[Any, int], int]) -> None:
         self._function, self._state = function, None
 
-    def __call__(self, state: Any, number: int) -> _Returned:
+    def __call__(self, state: Any, number: int) -> int:
         """Call it."""
         if state is not self._state:
             self._state = state
             kind, self._words = import_module("harness.compiled.reference").reference_to(state)
             self._entry = dispatcher(self._function).compile((kind, import_module("numba").int64))
             self._address = self._words.ctypes.data
-        found: _Returned = self._entry(self._address, number)
-        return found
+        return int(self._entry(self._address, number))
 
 
 @cache
@@ -92,19 +90,10 @@ def _is_writable(folder: Path) -> bool:
 
 def _cache_dir() -> Path:
     """One cache folder for each state of the sources, since numba checks only the file of the outermost function."""
-    digest = hashlib.sha256()
-    here = Path(__file__).parent
-    replay = here.parent / "replay"
-    for source in (
-        *sorted(here.glob("*.py")),
-        here.parent / "metrics" / "log.py",
-        here.parent / "cost" / "roofline.py",
-        here.parents[1] / "engine" / "core" / "plan.py",
-        replay / "arrivals.py",
-        replay / "features.py",
-        replay / "beams.py",
-        replay / "branches.py",
-    ):
+    digest, here = hashlib.sha256(), Path(__file__).parent
+    beside = ["metrics/log", "cost/roofline", "../engine/core/plan"]
+    beside += ["replay/arrivals", "replay/features", "replay/beams", "replay/branches"]
+    for source in (*sorted(here.glob("*.py")), *(here.parent / f"{name}.py" for name in beside)):
         digest.update(source.read_bytes())
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return home / "pagetwin" / "compiled" / digest.hexdigest()[:16]

@@ -275,7 +275,8 @@ class BlockPool:
 
     def _evict(self, count: int) -> list[int]:
         victims = self._evictable.pop(count)
-        if not count == len(victims) == len(set(victims)) == self.unreferenced(victims):
+        inside = not victims or (min(victims) >= 0 and max(victims) < len(self._refs))
+        if not inside or not count == len(victims) == len(set(victims)) == self.unreferenced(victims):
             raise CoreError(
                 f"cache.eviction: {count} blocks to evict were asked for, its rule gave {victims[:9]}, "
                 "which are not as many different ones without a reference"

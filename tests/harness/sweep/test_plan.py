@@ -101,6 +101,19 @@ def test_the_users_words_replace_those_of_the_experiment() -> None:
     assert [point.varying for point in plan.points] == [(f"cache.block_size={size}",) for size in (8, 16, 32)]
 
 
+def test_all_rules_of_eviction_are_planned_beside_the_bound_that_none_exceeds() -> None:
+    asked = ("cache.eviction=all", "measure=false", "trace=chat", "decoding.beam_width=1")
+    assert {point.config.replay.optimum for point in planned(*asked).points} == {True}
+    assert {point.config.replay.optimum for point in planned(*asked, "replay.optimum=false").points} == {
+        False
+    }
+
+
+def test_all_rules_are_planned_without_a_bound_where_there_is_none() -> None:
+    plan = planned("cache.eviction=all", "measure=false", "trace=chat", "cache.tier_tokens=4096")
+    assert {point.config.replay.optimum for point in plan.points} == {False}
+
+
 def test_an_unknown_experiment_lists_the_experiments() -> None:
     with pytest.raises(
         UnknownKeyError, match=r"no experiment 'defualt'; choose one of\n(.|\n)*default +The main job"

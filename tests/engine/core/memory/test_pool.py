@@ -40,7 +40,9 @@ def test_blocks_without_a_hash_are_taken_before_cached_ones() -> None:
     assert pool.find(["prefix"]) == [first]
 
 
-@pytest.mark.parametrize("wrong", [[1, 1], [1], [1, 3]], ids=["twice", "too_few", "in_use"])
+@pytest.mark.parametrize(
+    "wrong", [[1, 1], [1], [1, 3], [1, 9], [1, -1]], ids=["twice", "too_few", "in_use", "above", "below"]
+)
 def test_a_rule_that_gives_wrong_blocks_is_refused_before_anything_changes(wrong: list[int]) -> None:
     class Wrong(LruQueue):
         def pop(self, count: int) -> list[int]:
