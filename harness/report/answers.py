@@ -362,9 +362,9 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
         return "", None
     text, cached = f"With {100 * high:g} % of the prompt tokens shared instead of {100 * low:g} %", ""
     if hits:
-        why = _not_found([one for one, _ in pairs], median(hits))
-        cached = f", {100 * median(hits):.1f} % of prompt tokens come from the cache{why}"
-    text += cached
+        found, why = f"{100 * median(hits):.1f} %", _not_found([one for one, _ in pairs], median(hits))
+        cached = f", {found} of prompt tokens from the cache{why}"
+        text += f", {found} come from the cache{why}"
     if saved:
         text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
     text += f"; the median time to first token is {first}, requests per second are {served}"
@@ -382,10 +382,7 @@ def _not_found(records: Sequence[PointRecord], hits: float) -> str:
     if not shared or not most:
         return ""
     ends, lost = median(shared) - median(most), median(most) - hits
-    return (
-        f" ({100 * ends:.1f} % are ends of shared texts that fill no block, {100 * max(0.0, lost):.1f} % were not yet "
-        "in the pool or no longer)"
-    )
+    return f" ({100 * ends:.1f} % fill no block, {100 * max(0.0, lost):.1f} % were not in the pool)"
 
 
 def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice | None]:
