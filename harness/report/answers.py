@@ -362,9 +362,9 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
         return "", None
     text, cached = f"With {100 * high:g} % of the prompt tokens shared instead of {100 * low:g} %", ""
     if hits:
-        found, why = f"{100 * median(hits):.1f} %", _not_found([one for one, _ in pairs], median(hits))
-        cached = f", {found} of prompt tokens from the cache{why}"
-        text += f", {found} come from the cache{why}"
+        share, why = f"{100 * median(hits):.1f} %", _not_found([one for one, _ in pairs], median(hits))
+        cached = f", {share} of prompt tokens from the cache{why}"
+        text += f", {share} come from the cache{why}"
     if saved:
         text += f", {100 * median(saved):.0f} % of the blocks are saved by sharing"
     text += f"; the median time to first token is {first}, requests per second are {served}"
