@@ -15,14 +15,14 @@ _CALLED: list[Callable[..., object]] = []
 
 def is_available() -> bool:
     """Whether numba is installed and can be used here: a build may be too old for the numpy beside it, or be new and
-    have what `reference` needs elsewhere.
+    have what `reference` needs elsewhere. NUMBA_DISABLE_JIT switches it off.
     """
     try:
         import_module("numba")
         import_module("harness.compiled.reference")
     except (ImportError, OSError, AttributeError):
         return False
-    return True
+    return not import_module("numba").config.DISABLE_JIT
 
 
 def is_cached() -> bool:

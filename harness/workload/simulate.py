@@ -147,7 +147,7 @@ def obstacle(point: Point, cost: CostModel) -> str | None:
 
 def _obstacle(point: Point) -> str | None:
     if not is_available():
-        return f"numba is not installed, or cannot be imported ({install_hint('fast')})"
+        return f"numba is not installed, cannot be imported or is switched off ({install_hint('fast')})"
     if point.workload.resubmits:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
     if point.workload.traffic.client != OPEN:
