@@ -202,8 +202,11 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
             "the log of the device's fit leaves open" if fitted else "the cost model assumes of the device"
         )
         text += f" ({low:.3g} to {high:.3g} by what {leaves})"
-    compared = f"{rate / own:.2g} times the {own:.3g} requests/s simulated" if own else ""
-    return f"{text}, {compared}." if compared else f"{text}."
+    if own:
+        text += f", {rate / own:.2g} times the {own:.3g} requests/s simulated"
+    if answer.good is not None and (hidden := case.hidden(answer.good)):
+        text += f". {hidden}"
+    return f"{text}."
 
 
 def breaks_first(case: LoadCase, bad: Trial) -> str:
@@ -234,19 +237,19 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
     each = device.tensor_parallel
     now = device.data_parallel
     if answer.value.mean >= asked:
-        return now, f"For the {asked:.3g} requests/s simulated {_gpus(now * each, device.name)} is enough."
+        return now, f"For the {asked:.3g} requests/s simulated {now * each} x {device.name} is enough."
     first = ceil(asked / answer.value.mean) * now
     for count in range(first, first + _MOST_REPLICAS):
         tell(f"{count} replicas")
         try:
             trial = case.run({**changes, "device.data_parallel": count}, rate=asked)
         except ConfigError as error:
-            about = f"For {asked:.3g} requests/s about {_gpus(first * each, device.name)}"
+            about = f"For {asked:.3g} requests/s about {first * each} x {device.name}"
             return now, f"{about}, not tried: {error}."
         if trial.met:
-            text = f"For the {asked:.3g} requests/s simulated: {_gpus(count * each, device.name)}"
+            text = f"For the {asked:.3g} requests/s simulated: {count * each} x {device.name}"
             return count, f"{text} ({count} replicas), which was tried."
-    text = f"For the {asked:.3g} requests/s simulated not even {_gpus(count * each, device.name)} do"
+    text = f"For the {asked:.3g} requests/s simulated not even {count * each} x {device.name} do"
     return now, f"{text}: {trial.why()}."
 
 
@@ -258,10 +261,6 @@ def _headroom(case: LoadCase, answer: CapacityAnswer, replicas: int) -> str:
         f"Headroom: the flags are those that hold at {rate:.3g} requests/s, with the replicas named here {spare:.2g} "
         "times the rate simulated; none is a peak that was seen."
     )
-
-
-def _gpus(count: int, name: str) -> str:
-    return f"{count} x {name}"
 
 
 def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: Tell) -> None:

@@ -45,6 +45,7 @@ FEWEST = 30
 MOST_COMPILED, MOST_IN_CORE, MOST_IN_GROUPS = 20_000, 2_000, 500
 _MEAN_STAYS = 20.0  # mean stays in the server that the arrivals must span, so that growth shows
 _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound within the arrivals
+_LEAST_HIDDEN = 0.06  # of the load that is served; what is worth saying
 _WINDOWS = 10  # of the test for growth; the first is the start-up
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
@@ -336,8 +337,9 @@ class LoadCase:
         """Simulate one candidate. None leaves the rate as it is.
 
         With `busiest` only the window with the most tokens a second is simulated, and with `once` the requests are
-        sent once, however short they last; else they are repeated until growth shows. `end` takes the fast or slow
-        end of what is left open of the device. A request that fits the case and not these settings breaks the SLO.
+        sent once, however short they last: of neither growth is judged. Else they are repeated until growth shows.
+        `end` takes the fast or slow end of what is left open of the device. A request that fits the case and not these
+        settings breaks the SLO.
 
         Raises:
             ConfigError: a setting is not allowed.
@@ -356,12 +358,14 @@ class LoadCase:
         if busiest or once:
             trace = busiest_window(trace) if busiest else trace
             found = self._simulated(part, trace, rate, changes, seed, end)
-            return self._kept(replace(found, busiest=busiest))
+            return self._kept(replace(found, busiest=busiest, growth=0.0))
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
-        more = self._copies(trace, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))
+        more = self._copies(trace, self._wanted_s(trial))
         if trial.growth:  # of the queue, or of the trace's own load, which begins anew with each copy
-            more = max(more, min(_TO_SHOW_GROWTH * copies, self.most // len(trace.requests)))
+            more = max(
+                more, min(_TO_SHOW_GROWTH * copies, max(_TO_SHOW_GROWTH, self.most // len(trace.requests)))
+            )
         if more > copies and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
         return self._kept(trial)
@@ -383,6 +387,20 @@ class LoadCase:
             return 1
         count = len(trace.requests)
         return max(1, min(ceil(span_s * trace.mean_rate / count), self.most // count))
+
+    def _wanted_s(self, trial: Trial) -> float:
+        """How long requests must arrive so that a load which is a little too high shows."""
+        return max(self._least_span_s, _MEAN_STAYS * trial.metrics.get("e2e_mean", 0.0))
+
+    def hidden(self, trial: Trial) -> str:
+        """What a trial that meets the SLO may hide because its requests arrive in too short a time; empty: little."""
+        count, span_s = trial.outcome.get("finished", 0), trial.span_s
+        share = _SHOWN_EXCESS * self._wanted_s(trial) / max(span_s, 1e-6)
+        if share <= _LEAST_HIDDEN:
+            return ""
+        less = _percent(share, 1 + share)
+        within = f"That rests on {count:,} requests within {span_s:,.0f} s"
+        return f"{within}: over a longer time up to {less} less may be served"
 
     def _part(self, changes: Mapping[str, Any], seed: int) -> _Part:
         known = tuple(sorted(changes.items())), seed

@@ -365,7 +365,7 @@ def _analytic(point: Point) -> dict[str, float]:
     figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
     # others have widths of their own, drafts, or branches that end early
     plain = workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
-    if plain and workload.is_uniform:
+    if plain and workload.decodings <= {workload.trace_decoding.configured}:
         return figures
     return {name: figures[name] for name in _OF_PROMPTS if name in figures}
 

@@ -84,7 +84,8 @@ def client_of(
     found = _cap_of(times.arrival_s, times.last_token_s, tolerance, cap)
     is_held = found.held & ~follows
     reached = int(is_held.sum())
-    if cap is None and not _is_capped(found, is_held):
+    shows = reached >= FEWEST_HELD and reached > _HELD * found.at_the_cap
+    if cap is None and not (shows and found.at_the_cap >= _AT_THE_CAP * len(is_held)):
         kind = ClientKind.multi_turn if follows.any() else ClientKind.open
         client = Client(kind)
         return LogClient(client, f"The client is {client}.", times.entered_s, before)
@@ -115,15 +116,6 @@ def _cap_of(sent_s: FloatArray, ended_s: FloatArray, tolerance: float, stated: i
     back = np.empty(count, np.int64)
     back[order] = np.arange(count)
     return _Cap(most, (idle <= tolerance)[back], idle[back], reaches)
-
-
-def _is_capped(found: _Cap, held: BoolArray) -> bool:
-    count = int(held.sum())
-    return (
-        count >= FEWEST_HELD
-        and count > _HELD * found.at_the_cap
-        and found.at_the_cap >= _AT_THE_CAP * len(held)
-    )
 
 
 def states_too_little(times: LoggedRequests, cap: int) -> int | None:

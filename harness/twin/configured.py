@@ -71,7 +71,7 @@ DEVICES = {
 }
 _WEIGHTS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 _WEIGHTS |= dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "int4")
-_UNSAID = "The log does not say whether the engine scheduled ahead of its results"
+UNSAID = "The log does not say whether the engine scheduled ahead of its results"
 _POOL = {"cache.pool_blocks", "cache.pool_tokens"}
 _SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
 
@@ -86,16 +86,6 @@ class Configured:
     overrides: tuple[str, ...]  # all of it as overrides, in the order in which they apply
     replaced: Mapping[str, str] = field(default_factory=dict)  # keys that the user set otherwise than the log
     warnings: tuple[str, ...] = ()  # what is said before any figure
-
-    @property
-    def knows_schedule(self) -> bool:
-        """Whether the log or the user say if the engine scheduled ahead of its results."""
-        return not any(note.startswith(_UNSAID) for note in self.notes)
-
-    @property
-    def notes_but_schedule(self) -> tuple[str, ...]:
-        """The notes without the one on an unsaid schedule."""
-        return tuple(note for note in self.notes if not note.startswith(_UNSAID))
 
     def scheduled(self, ahead: bool) -> "Configured":
         """The same with asynchronous scheduling on or off."""
@@ -360,7 +350,7 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
     if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(
-            f"{_UNSAID}; {how} is simulated. vLLM does since 0.19 unless it is told otherwise, and SGLang by default. "
+            f"{UNSAID}; {how} is simulated. vLLM does since 0.19 unless it is told otherwise, and SGLang by default. "
             "The choice moves the time to first token: set scheduler.async_scheduling=true or false."
         )
     if config.device.frontend_request_us == _FRONT_END["device.frontend_request_us"]:

@@ -20,7 +20,7 @@ from harness.config.schema import DeviceConfig, RunConfig
 from harness.cost.seen import LARGEST, seen
 from harness.point.bands import decode_step_s
 from harness.store.atomic import write_files
-from harness.twin.configured import Configured
+from harness.twin.configured import UNSAID, Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
 from harness.twin.refits import with_refits
@@ -285,7 +285,8 @@ def fit_schedule(
     Raises:
         ConfigError, UserError: as `fit_device`.
     """
-    if found.knows_schedule:
+    unsaid = [note for note in found.notes if note.startswith(UNSAID)]
+    if not unsaid:
         return found, fit_device(log, found.config, first=first, progress=progress)
     ways = {ahead: found.scheduled(ahead) for ahead in (True, False)}
     fits = {ahead: fit_device(log, way.config, first=first, progress=progress) for ahead, way in ways.items()}
@@ -304,7 +305,9 @@ def fit_schedule(
         f"The log does not say whether the engine scheduled ahead of its results; fitted both ways, {why} "
         f"{'on' if chosen else 'off'}. {said}. Set scheduler.async_scheduling=true or false if you know it."
     )
-    return replace(ways[chosen], notes=(*found.notes_but_schedule, note)), fits[chosen]
+    return replace(ways[chosen], notes=(*(each for each in found.notes if each not in unsaid), note)), fits[
+        chosen
+    ]
 
 
 _PROVES_CACHED = 0.7  # of the cost with new prompts

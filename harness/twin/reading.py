@@ -107,7 +107,7 @@ def _engine_log(folder: Path) -> EngineLog:
         log.dropped,
         (*notes, *_assumptions(times), *sharing),
         client.said,
-        None if found.steps is None else found.steps.from_origin(origin),
+        None if found.steps is None else replace(found.steps, done_s=found.steps.done_s - origin),
         log.assumes_pauses,
     )
 

@@ -42,10 +42,6 @@ class LoggedSteps:
         features = self.features[seen]
         return LoggedSteps(self.done_s[seen], self.seconds[seen], self.host_s[seen], features, self.unknown)
 
-    def from_origin(self, origin_s: float) -> "LoggedSteps":
-        """The same on a clock that starts at `origin_s`."""
-        return LoggedSteps(self.done_s - origin_s, self.seconds, self.host_s, self.features, self.unknown)
-
     @property
     def rows(self) -> FloatArray:
         """Sequences of each step."""

@@ -77,11 +77,6 @@ class Workload:
         """Sequences of a request whose row does not name its width."""
         return self.trace_decoding.configured.width
 
-    @property
-    def is_uniform(self) -> bool:
-        """Whether all requests are decoded as configured."""
-        return self.decodings <= {self.trace_decoding.configured}
-
     @cached_property
     def decodings(self) -> set[RequestDecoding]:
         """The different decodings of the requests."""

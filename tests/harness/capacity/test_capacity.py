@@ -1,6 +1,7 @@
 """Capacity searches find edges that are known, say how sure they are, and name what stands against the answer."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.capacity import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
-from harness.capacity.case import LoadCase
+from harness.capacity.advice import rate_text
+from harness.capacity.case import LoadCase, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.config.schema import CostKind, Oversize, RunConfig
+from harness.point.cost import cost_model
+from harness.workload.simulate import predict
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
 
@@ -145,18 +149,45 @@ def test_a_number_in_the_server_that_grows_with_time_is_growth() -> None:
     assert case.run(rate=1.2 / service).growth == pytest.approx(1 / 6, abs=0.08)
 
 
-def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows() -> None:
-    """Three times as many arrive at the end as at the start, and the server has time left throughout."""
+def case_of_a_load(first_us: int, last_us: int, slo: str, **most: int) -> LoadCase:
+    """Sixty requests on a server that has time left; the gap between them changes from the first to the last."""
     config = single_server()
     config.scheduler.max_running = 64
-    at_us = np.cumsum(np.linspace(37_500, 12_500, 60)).astype(int).tolist()
+    at_us = np.cumsum(np.linspace(first_us, last_us, 60)).astype(int).tolist()
     rows = tuple(TraceRequest(n, at, 20, 20, (Segment(None, 20),)) for n, at in enumerate(at_us))
     header = TraceHeader("t", "simple", "t", CONTENT, None, 1, "", len(rows), len(rows))
-    case = LoadCase(config, parse_slo("ttft_p99<0.07"), Trace(header, rows))
-    assert case.run(rate=40.0, once=True).growth > 0.01
+    return LoadCase(config, parse_slo(slo), Trace(header, rows), **most)
+
+
+@pytest.mark.parametrize("most", [60, 20_000])  # requests of a trial
+def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int) -> None:
+    """Three times as many arrive at the end as at the start."""
+    case = case_of_a_load(37_500, 12_500, "ttft_p99<0.07", requests=most)
+    sent_once = case.served
+    assert sent_once is not None
+    assert growth(predict(sent_once, cost_model(sent_once.deployment), rows=True).log) > 0.01
     found = case.run(rate=40.0)
     assert found.met
     assert found.outcome["finished"] == 180
+
+
+def test_flags_are_compared_by_latency_in_the_busiest_window() -> None:
+    """A load that rises within it counts for nothing: it ends."""
+    case = case_of_a_load(37_500, 12_500, "ttft_p99<9")
+    assert case.run(rate=40.0, busiest=True).met
+
+
+def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
+    """More arrive at first than the server serves, and fewer later: sent once, no number grows."""
+    short = [case_of_a_load(12_500, 37_500, "ttft_p99<2", requests=most) for most in (60, 20_000)]
+    found = [highest_rate(case, 1, 0.05, lambda _: None) for case in short]
+    said = [rate_text(case, answer) for case, answer in zip(short, found, strict=True)]
+    assert re.search("That rests on (60|180) requests within ", said[0])
+    assert "That rests on " not in said[1]
+    least = re.search(r"over a longer time up to (\d+) % less may be served", said[0])
+    assert least is not None
+    once, lasting = (answer.value.mean for answer in found if answer.value is not None)
+    assert lasting <= once <= lasting / (1 - int(least[1]) / 100)
 
 
 @pytest.mark.parametrize(("slo", "saved"), [("queue_mean<0.2", 1), ("ttft_p99<8", 0), ("e2e_p90<1.5", 1)])
