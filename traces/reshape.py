@@ -1,7 +1,7 @@
 """Changes to a trace, as pure functions. Each returns a new trace, whose header says what was changed.
 
-The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, one_request_per_sample,
-drop_oversize.
+The harness uses them in this order: take, scale_lengths, share_prefixes, set_rate, drop_oversize,
+sampled, share_prefixes again for what is left, one_request_per_sample.
 `slice_rows` and `slice_time` cut a window. Requests keep their ids and the times between them, and the first arrives
 at 0. `Links` repairs `parent` and `after` when requests are dropped: a request that waited for a dropped one then waits
 for what that one waited for.
@@ -254,7 +254,7 @@ def one_request_per_sample(trace: Trace, widths: Mapping[int, int]) -> Trace:
     return trace.changed(
         tuple(rows),
         f"{len(rows):,} samples of {len(trace.requests):,} requests are requests of their own (decoding.sharing="
-        "prefix_cache): rates, hits and latencies are those of samples",
+        "prefix_cache), which share their prompt besides: rates, hits and latencies are those of samples",
     )
 
 

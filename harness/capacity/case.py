@@ -32,7 +32,7 @@ from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
 from harness.replay.cost_model import CostModel
 from harness.workload.deployment import max_position
-from harness.workload.point import NEVER_FITS, TOO_LONG, Point, resolve
+from harness.workload.point import NEVER_FITS, TOO_LONG, Point, one_by_one, served_point, shared_point
 from harness.workload.simulate import obstacle, often_replayed, predict
 from harness.workload.trace import reshaped_trace, retimed
 from traces.analysis.reuse import shared_prefix_tokens
@@ -157,10 +157,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class _Part:
-    """The case's requests under some settings and a seed; `missing` of them cannot be served then."""
+    """The case's requests under some settings and a seed, and as they are sent; `missing` cannot be served then."""
 
     point: Point
     missing: int
+    requests: Trace
 
 
 @dataclass
@@ -197,7 +198,7 @@ class LoadCase:
     def served(self) -> Point | None:
         """The requests that this deployment can serve; None if there are none."""
         try:
-            return resolve(self.config, self.recorded)
+            return served_point(self.config, self.recorded)
         except ConfigError as error:
             if error.key != "workload.oversize":
                 raise
@@ -208,7 +209,7 @@ class LoadCase:
         """The requests that are simulated. Raises UserError if there are none; the scope says why."""
         if self.served is None:
             raise UserError("no answer, because no request is left to simulate")
-        return self._sample(self.served.trace)
+        return self._part({}, 0).point.trace
 
     @property
     def most(self) -> int:
@@ -219,37 +220,32 @@ class LoadCase:
             return MOST_IN_GROUPS
         return MOST_IN_CORE if obstacle(self.served, cost_model(self.served.deployment)) else MOST_COMPILED
 
-    def _sample(self, trace: Trace) -> Trace:
-        return sampled(trace, self.most) if len(trace.requests) > self.most else trace
-
     @cached_property
     def scope(self) -> Scope:
         """What is simulated of what, and why not all."""
         whole, rows = self.whole, self.whole.columns
         left = {f"dropped by the reader: {why}": (count, -1) for why, count in whole.header.dropped.items()}
         served = self.served.trace.columns if self.served else rows[:0]
-        reasons = dict(self.served.trace.header.dropped) if self.served else {}
         lost = rows.take(np.flatnonzero(~np.isin(rows.request_id, served.request_id)))
-        longest = self.longest if TOO_LONG in reasons or self.served is None else inf
+        longest = self.config.cache.max_model_len or max_position(self.config.model)
         is_too_long = lost.prompt_tokens + lost.output_tokens > longest
+        is_too_long &= self.served is None or TOO_LONG in self.served.trace.header.dropped
         too_long, others = (lost.take(np.flatnonzero(these)) for these in (is_too_long, ~is_too_long))
         if too_long:
             text = f"longer than the {longest:,} tokens that {self.config.model.name} takes here"
             left[text + self._who_takes(too_long)] = len(too_long), _tokens(too_long)
         if others:
             left["which never fit the pool or the limits of the scheduler"] = len(others), _tokens(others)
-        simulated = self._sample(self.served.trace) if self.served else None
-        kept = simulated.columns if simulated else served
+        part = self._part({}, 0) if self.served else None
+        kept = part.requests.columns if part else served
         if len(kept) < len(served):
             left[NOT_SAMPLED] = len(served) - len(kept), _tokens(served) - _tokens(kept)
-        every = len(rows) + sum(whole.header.dropped.values())
+        window = _window(part.point.trace) if part else ""
+        if part and len(part.point.trace.requests) > len(kept):
+            window = f"sent as {len(part.point.trace.requests):,} requests of one sample each, {window}"
         unread = next((one for one in whole.header.changes if one.startswith("the first ")), "")
-        return Scope(every, _tokens(rows), len(kept), _tokens(kept), left, _window(simulated), unread)
-
-    @property
-    def longest(self) -> int:
-        """The longest sequence that is served, in tokens."""
-        return self.config.cache.max_model_len or max_position(self.config.model)
+        every = len(rows) + sum(whole.header.dropped.values())
+        return Scope(every, _tokens(rows), len(kept), _tokens(kept), left, window, unread)
 
     def _who_takes(self, rows: Requests) -> str:
         """The preset of the same shape that takes the longest of `rows`, or what else would."""
@@ -399,25 +395,28 @@ class LoadCase:
         if share <= _LEAST_HIDDEN:
             return ""
         less = _percent(share, 1 + share)
-        within = f"That rests on {count:,} requests within {span_s:,.0f} s"
-        return f"{within}: over a longer time up to {less} less may be served"
+        return f"That rests on {count:,} requests in {span_s:,.0f} s: over a longer time up to {less} less may be served"
 
     def _part(self, changes: Mapping[str, Any], seed: int) -> _Part:
         known = tuple(sorted(changes.items())), seed
         if known not in self._parts:
             seeds = {"workload.seed": self.config.workload.seed + seed} if seed else {}
-            values = {**in_the_same_memory(self.config, changes), **seeds}
+            config = replaced(self.config, {**in_the_same_memory(self.config, changes), **seeds})
             if not changes:
-                anew = seed or self.served is None
-                point = resolve(replaced(self.config, values), self.recorded) if anew else self.served
-                assert point is not None
-                self._parts[known] = _Part(point.of_trace(self._sample(point.trace)), 0)
-            else:  # the same requests, as they are sent; samples that a client sends one by one are made anew
-                trace = self._part({}, seed).point.trace
-                again = self.config.decoding.sharing is Sharing.prefix_cache
-                point = resolve(replaced(self.config, values), self.recorded if again else trace)
-                missing = ~np.isin(trace.columns.request_id, point.trace.columns.request_id)
-                self._parts[known] = _Part(point.of_trace(trace), int(missing.sum()))
+                point = served_point(config, self.recorded) if seed or self.served is None else self.served
+                sent = point = point.of_trace(sampled(point.trace, self.most))
+                if self.recorded is None:
+                    point = shared_point(point, config)
+                    sent = one_by_one(point, config)
+                self._parts[known] = _Part(sent, 0, point.trace)
+            else:  # the same requests, as they are sent
+                base = self._part({}, seed)
+                again = config.decoding.sharing is Sharing.prefix_cache
+                point = served_point(config, self.recorded if again else base.requests)
+                missing = len(base.requests.requests) - int(
+                    np.isin(base.requests.columns.request_id, point.trace.columns.request_id).sum()
+                )
+                self._parts[known] = _Part(point.of_trace(base.point.trace), missing, base.requests)
         return self._parts[known]
 
     def _simulated(
@@ -532,28 +531,23 @@ def busiest_window(trace: Trace) -> Trace:
     count = max(_LEAST_BUSY, len(trace.requests) // _BUSY)
     if len(trace.requests) <= count:
         return trace
-    first = _busiest(trace, count)
-    rows = trace.requests[first : first + count]
-    return trace.changed(rows, f"its busiest {count:,} requests, from number {first:,} on")
-
-
-def _busiest(trace: Trace, count: int) -> int:
-    """Where the `count` requests begin in which most tokens arrive in a second."""
     rows = trace.columns
     tokens = np.concatenate([[0], np.cumsum(rows.prompt_tokens + rows.output_tokens)])
     at = rows.arrival_us.astype(np.float64)
     seconds = np.maximum(at[count - 1 :] - at[: len(at) - count + 1], 1.0)
-    return int(np.argmax((tokens[count:] - tokens[:-count]) / seconds))
+    first = int(np.argmax((tokens[count:] - tokens[:-count]) / seconds))
+    sentence = f"its busiest {count:,} requests, from number {first:,} on"
+    return trace.changed(trace.requests[first : first + count], sentence)
 
 
 def _tokens(rows: Requests) -> int:
     return int((rows.prompt_tokens + rows.output_tokens).sum())
 
 
-def _window(trace: Trace | None) -> str:
+def _window(trace: Trace) -> str:
     """The span of the requests, their rate, and when they are busiest."""
-    if trace is None or not trace.mean_rate:
-        return "all at one instant" if trace else ""
+    if not trace.mean_rate:
+        return "all at one instant"
     at_us = trace.columns.arrival_us
     span_s = float(at_us[-1] - at_us[0]) / 1e6
     text = f"{span_s:,.0f} s at {trace.mean_rate:.3g} requests/s"

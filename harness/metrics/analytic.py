@@ -52,11 +52,6 @@ class Lengths:
         return self.output_tokens - 1
 
 
-def total_work_tokens(lengths: Lengths) -> int:
-    """Tokens computed without cache hits and preemption: Σ p + k · (g − 1)."""
-    return int((lengths.prompt_tokens + lengths.width * lengths.decode_steps).sum())
-
-
 def blocks_allocated(lengths: Lengths, block_size: int) -> int:
     """Blocks allocated without cache hits, preemption and re-parenting.
 
@@ -182,11 +177,12 @@ def analytic_metrics(lengths: Lengths, cache: CacheShape) -> dict[str, float]:
         return {}
     cached = cache.reserve_tokens is None and cache.prefix_caching
     hits = ideal_hit_tokens(lengths, cache.block_size) if cached else 0
+    work = lengths.prompt_tokens + lengths.width * lengths.decode_steps  # without hits and preemption
     found = {
         "finished": float(len(lengths.prompt_tokens)),
         "hit_tokens": float(hits),
         "hit_ratio": hits / float(lengths.prompt_tokens.sum()),
-        "computed_tokens": float(total_work_tokens(lengths) - hits),
+        "computed_tokens": float(work.sum() - hits),
     }
     if cache.reserve_tokens is not None:
         return found if cache.uneven else found | _contiguous(lengths, cache.reserve_tokens)

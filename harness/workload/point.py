@@ -262,6 +262,31 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     Raises:
         ConfigError: a request can never fit and `workload.oversize` is `error`, or settings do not fit together.
     """
+    point = served_point(config, recorded)
+    return one_by_one(shared_point(point, config), config) if recorded is None else point
+
+
+def shared_point(point: Point, config: RunConfig) -> Point:
+    """The point with as much sharing as `workload.prefix_share` asks for among what is left of its requests.
+
+    Raises:
+        ConfigError: they cannot share so much.
+    """
+    drops = config.workload.oversize is Oversize.drop
+    return point.of_trace(shared_as_asked(point.trace, config)) if drops else point
+
+
+def one_by_one(point: Point, config: RunConfig) -> Point:
+    """The point with a request for each sample, where the prefix cache shares their prompt."""
+    if config.decoding.sharing is not Sharing.prefix_cache or point.workload.resubmits:
+        return point
+    rows, decodings = point.trace.columns.request_id.tolist(), trace_decoding_of(config).of_all(point.trace)
+    widths = {request_id: each.width for request_id, each in zip(rows, decodings, strict=True)}
+    return point.of_trace(one_request_per_sample(point.trace, widths))
+
+
+def served_point(config: RunConfig, recorded: Trace | None = None) -> Point:
+    """The point with the requests that can be served, as they stand in the trace. Raises ConfigError as `resolve`."""
     deployment = deployment_of(config)
     trace_decoding, drawn = trace_decoding_of(config), drawn_outcomes_of(config)
     trace = recorded or reshaped_trace(config)
@@ -271,9 +296,6 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
     if resubmits:
         trace = trace.changed(trace.requests, _RESUBMITTED)
     elif config.decoding.sharing is Sharing.prefix_cache and recorded is None:
-        decodings = zip(trace.columns.request_id.tolist(), trace_decoding.of_all(trace), strict=True)
-        widths = {request_id: decoding.width for request_id, decoding in decodings}
-        trace = one_request_per_sample(trace, widths)
         trace_decoding = TraceDecoding(replace(trace_decoding.configured, width=1), recorded=False)
     _check_span(trace)
     workload = Workload(trace, trace_decoding, traffic, drawn, resubmits, config.workload.seed)
@@ -305,9 +327,6 @@ def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
         point = point.of_trace(left)
-    drops = config.workload.oversize is Oversize.drop
-    if drops and recorded is None and config.decoding.sharing is not Sharing.prefix_cache:
-        point = point.of_trace(shared_as_asked(point.trace, config))
     path = config.decoding.beam_parents
     if path is None:
         return point

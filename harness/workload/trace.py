@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from engine.core.options import Sharing
 from harness.config.errors import ConfigError
 from harness.config.memory import GENERATED
 from harness.config.schema import Oversize, ReplayMode, RunConfig, SharingModel, TraceArrivals, TraceFormat
@@ -80,7 +79,7 @@ _KEYS = {
 
 
 def reshaped_trace(config: RunConfig) -> Trace:
-    """The point's trace, before requests that never fit are dropped.
+    """The point's trace, before requests that never fit are dropped and what is left of them is shared.
 
     Raises:
         ConfigError: the trace cannot be read or reshaped; names file, line and field.
@@ -165,11 +164,10 @@ _SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_00
 def _reshaped(source: tuple[tuple[Any, ...], int | None], config: RunConfig) -> Trace:
     trace, rate = _SOURCES.get(source, lambda: _taken(*source)), config.workload.request_rate
     trace = scale_lengths(trace, config.workload.length_scale)
-    try:
+    if (
+        config.workload.oversize is Oversize.error
+    ):  # where requests are dropped, those that are left will share
         trace = shared_as_asked(trace, config)
-    except ConfigError:  # where requests are dropped, those that are left may share so much
-        if config.workload.oversize is Oversize.error or config.decoding.sharing is Sharing.prefix_cache:
-            raise
     return set_rate(trace, rate) if rate is not None else trace
 
 

@@ -88,11 +88,6 @@ class Columns:
         self._header = names
         self._positions = [names.index(name) for name in wanted]
 
-    def note_extra(self, noted: dict[str, int]) -> None:
-        """Note each column that the format does not use."""
-        for name in self.extra:
-            noted[f"unknown column {name}"] = 1
-
     def pick(self, text: str) -> list[str]:
         """The wanted fields of one data line, in the order of `wanted`. Raises RowError."""
         fields = split_fields(text)

@@ -53,7 +53,7 @@ class TableSource(LineSource):
     def read_header(self, text: str) -> None:
         """Find the columns by name."""
         self.columns = Columns(self.names, text)
-        self.columns.note_extra(self.noted)
+        self.noted |= {f"unknown column {name}": 1 for name in self.columns.extra}
 
 
 class AzureSource(TableSource):

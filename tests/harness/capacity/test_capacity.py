@@ -182,7 +182,7 @@ def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     short = [case_of_a_load(12_500, 37_500, "ttft_p99<2", requests=most) for most in (60, 20_000)]
     found = [highest_rate(case, 1, 0.05, lambda _: None) for case in short]
     said = [rate_text(case, answer) for case, answer in zip(short, found, strict=True)]
-    assert re.search("That rests on (60|180) requests within ", said[0])
+    assert re.search("That rests on (60|180) requests in ", said[0])
     assert "That rests on " not in said[1]
     least = re.search(r"over a longer time up to (\d+) % less may be served", said[0])
     assert least is not None

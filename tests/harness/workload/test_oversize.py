@@ -2,12 +2,15 @@
 
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.core.options import Sharing
+from harness.capacity.case import LoadCase
 from harness.config.compose import compose_config
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 from harness.workload import point
@@ -59,33 +62,86 @@ def test_a_smaller_pool_is_not_taken_for_one_that_fits() -> None:
         resolve(composed(*texts, "cache.pool_tokens=64"))
 
 
+SERVED = [
+    *("decoding.mode=greedy", "decoding.mode=sample decoding.n=3"),
+    "decoding.mode=sample decoding.n=2 decoding.sharing=prefix_cache",
+    "decoding.mode=greedy decoding.beam_width=2 decoding.sharing=prefix_cache",
+]
+
+
 @given(
     share=st.floats(0, 1),
     requests=st.integers(3, 60),
+    most=st.none() | st.integers(3, 60),
     texts=st.integers(1, 12),
     longest=st.sampled_from([600, 1500, 8192]),
     sent=st.sampled_from(["replay=poisson", "replay=gamma", "replay.mode=closed", "replay=offline"]),
+    served=st.sampled_from(SERVED),
     trace=st.sampled_from(["azure_conv", "sosp23_alpaca", "mooncake_conversation"]),
     seed=st.integers(0, 99),
 )
 def test_the_requests_that_are_left_share_what_was_asked_for_or_the_largest_share_is_named(
-    share: float, requests: int, texts: int, longest: int, sent: str, trace: str, seed: int
+    share: float,
+    requests: int,
+    most: int | None,
+    texts: int,
+    longest: int,
+    sent: str,
+    served: str,
+    trace: str,
+    seed: int,
 ) -> None:
+    """Also where windows of the trace are simulated. Samples that are sent one by one share their prompt besides."""
     words = [
         *("trace.format=generated", f"trace.name={trace}", "workload=as_recorded", "workload.request_rate=4"),
         *("workload.oversize=drop", f"workload.num_requests={requests}", f"workload.num_prefixes={texts}"),
         *(f"workload.seed={seed}", f"cache.max_model_len={longest}", "model=llama3_8b", "device=h100", sent),
+        *served.split(),
     ]
-    found = re.search(r"the (?:largest|nearest) share that .* reach is ([\d.]+),", answer_of(words, share))
+    found = re.search(
+        r"the (?:largest|nearest) share that .* reach is ([\d.]+),", answer_of(words, share, most)
+    )
     if found:
         share = float(found[1])
-    said = answer_of(words, share)
-    assert "no request fits" in said or abs(float(said) - share) <= 0.02
+    said = answer_of(words, share, most)
+    assert "no request " in said or abs(float(said) - share) <= 0.02
 
 
-def answer_of(words: list[str], share: float) -> str:
-    """The share that is reached, or why there is none."""
+def answer_of(words: list[str], share: float, most: int | None) -> str:
+    """The share that is reached, each request once, or why there is none."""
+    config = composed(*words, f"workload.prefix_share={share}")
     try:
-        return str(realised_prefix_share(resolve(composed(*words, f"workload.prefix_share={share}")).trace))
-    except ConfigError as error:
+        whole = resolve(config).trace
+        trace = whole if most is None else LoadCase(config, (), requests=most).trace
+    except (ConfigError, UserError) as error:
         return str(error)
+    rows, one_of = (
+        trace.columns,
+        2 if config.decoding.sharing is Sharing.prefix_cache and config.decoding.n > 1 else 1,
+    )
+    return str(
+        realised_prefix_share(trace.changed(rows.take(np.flatnonzero(rows.request_id % one_of == 0)), "once"))
+    )
+
+
+def test_samples_of_requests_that_are_left_out_are_not_counted_for_requests() -> None:
+    words = [
+        "trace.format=generated",
+        "trace.name=azure_conv",
+        "workload=as_recorded",
+        "workload.num_requests=40",
+    ]
+    words += [
+        "cache.max_model_len=1500",
+        "model=llama3_8b",
+        "device=h100",
+        "decoding.mode=sample",
+        "decoding.n=3",
+    ]
+    shared, alone = (
+        LoadCase(composed(*words, f"decoding.sharing={sharing}"), ()).scope
+        for sharing in ("prefix_cache", "copy_on_write")
+    )
+    assert (shared.simulated, shared.simulated_tokens) == (alone.simulated, alone.simulated_tokens)
+    assert shared.left_out == alone.left_out != {}
+    assert f"sent as {3 * shared.simulated} requests of one sample each" in str(shared)
