@@ -395,7 +395,7 @@ class LoadCase:
         if share <= _LEAST_HIDDEN:
             return ""
         less = _percent(share, 1 + share)
-        return f"That rests on {count:,} requests in {span_s:,.0f} s: over a longer time up to {less} less may be served"
+        return f"That rests on {count:,} requests in {span_s:,.0f} s: over more time up to {less} less may be served"
 
     def _part(self, changes: Mapping[str, Any], seed: int) -> _Part:
         known = tuple(sorted(changes.items())), seed

@@ -184,7 +184,7 @@ def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     said = [rate_text(case, answer) for case, answer in zip(short, found, strict=True)]
     assert re.search("That rests on (60|180) requests in ", said[0])
     assert "That rests on " not in said[1]
-    least = re.search(r"over a longer time up to (\d+) % less may be served", said[0])
+    least = re.search(r"over more time up to (\d+) % less may be served", said[0])
     assert least is not None
     once, lasting = (answer.value.mean for answer in found if answer.value is not None)
     assert lasting <= once <= lasting / (1 - int(least[1]) / 100)
