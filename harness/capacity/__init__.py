@@ -9,10 +9,9 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf, log
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import stdtrit
@@ -24,47 +23,95 @@ from harness.config.schema import RunConfig
 from harness.workers import in_workers
 from harness.workload.deployment import deployment_of
 
-Meets = Callable[[float], bool]
 HIGHEST_RATE = 1e6
 SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
-_BELOW_SERVED = 0.9  # of the rate that an overloaded server serves: where a search goes on
-_OVERLOADED = 0.75  # of that rate: where the edge is guessed
-_NARROW = 8  # times the precision, from which on an edge is guessed
+_OVERLOADED = 0.9  # of the rate that an overloaded server serves: where the edge is sought first
+_CLOSE = 1.05  # a load so many times what is served says where the edge is
+_NARROW = 2  # times the good value, below which a wrong guess is followed by the step in the middle
 Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """`good` meets the SLO and `bad` does not. None if no tried value was of that kind."""
+    """`good` meets the SLO and `bad` does not. None if no value was of that kind."""
 
     good: float | None
     bad: float | None
 
 
-def highest(meets: Meets, start: float, *, precision: float, low: float, high: float) -> Edge:
-    """Search the highest value for which `meets` holds.
+class Figure(NamedTuple):
+    """The answer for one value of a search.
 
-    The value is raised or lowered from `start`, each time by the square of the factor before, until both kinds are
-    seen, then bisected. The search stops when good and bad differ by less than the share `precision`, or at `low` and
-    `high`. If `meets` is not monotone, there are
-    several edges; therefore every seed searches on its own.
+    `worst` is the worst figure as a multiple of its bound; 0 or infinite: it says nothing of the distance to the edge.
+    `served` is the most that is served where the value is more than that; 0: it is not more, or not known.
     """
-    value, factor = min(max(start, low), high), _FIRST_FACTOR
-    good, bad = (value, None) if meets(value) else (None, value)
-    while bad is None or good is None:
-        known = good if bad is None else bad
-        assert known is not None
-        if (known >= high and bad is None) or (known <= low and good is None):
-            return Edge(good, bad)
-        value = min(known * factor, high) if bad is None else max(known / factor, low)
-        factor **= 2
-        good, bad = (value, bad) if meets(value) else (good, value)
-    while bad / good > 1 + precision:
-        value = float(np.sqrt(good * bad))
-        good, bad = (value, bad) if meets(value) else (good, value)
-    return Edge(good, bad)
+
+    met: bool
+    worst: float
+    served: float = 0.0
+
+
+def highest(
+    figure: Callable[[float], Figure],
+    start: float,
+    *,
+    precision: float,
+    low: float,
+    high: float,
+    factor: float = _FIRST_FACTOR,
+    known: Mapping[float, Figure] | None = None,
+) -> Edge:
+    """Search the highest value that meets the SLO; `known` are answers of before.
+
+    Each value is taken from where the edge is guessed (`_guess`). Where nothing can be guessed, or a guess was wrong,
+    the value is raised or lowered by `factor`, each time by the square of the one before, until both kinds are seen,
+    then bisected. The search stops when good and bad differ by less than the share `precision`, or at `low` and `high`.
+    If the answers are not monotone, there are several edges; therefore every seed searches on its own.
+    """
+    tried, was_wrong, step = dict(known or {}), False, 1 + precision
+    while True:
+        good = max((value for value, one in tried.items() if one.met), default=0.0)
+        bad = min((value for value, one in tried.items() if not one.met), default=inf)
+        if bad <= low or good >= high or (good and bad / good <= step * (1 + 1e-9)):
+            return Edge(good or None, None if bad == inf else bad)
+        guess = _guess(tried, good, bad)
+        if guess is None and good < start < bad:
+            value = start
+        elif good and bad < inf:
+            middle = (good * bad) ** 0.5
+            if guess is None or bad / good <= step**2 or (was_wrong and bad / good < _NARROW):
+                value = middle
+            elif guess <= good * step:
+                value = good * step
+            else:
+                value = bad / step if guess >= bad / step else guess / step**0.5
+        elif guess is not None:
+            value = min(guess, bad / step)
+        elif good or bad < inf:
+            value, factor = good * factor or bad / factor, factor**2
+        else:
+            value = start
+        value = min(max(value, low), high)
+        tried[value] = figure(value)
+        was_wrong = guess is not None and tried[value].met != (value <= guess)
+
+
+def _guess(tried: Mapping[float, Figure], good: float, bad: float) -> float | None:
+    """Where the edge may be: a line through the worst figures of both, in logarithms, reaches the bound there.
+
+    An overloaded server's figure says nothing of the edge; the rate that it serves does.
+    """
+    if bad == inf:
+        return None
+    below, above = tried[good].worst if good else 0.0, tried[bad]
+    guess = bad / above.worst**0.5 if 0 < above.worst < inf and not above.served else None
+    if 0 < below < above.worst < inf:
+        guess = bad * (good / bad) ** (log(above.worst) / log(above.worst / below))
+    if 0 < above.served < bad / _CLOSE:
+        guess = min(max(guess or 0.0, _OVERLOADED * above.served), above.served)
+    return guess
 
 
 def smallest(meets: Callable[[int], bool], *, start: int, high: int) -> int | None:
@@ -171,7 +218,7 @@ def highest_rate(
     bad = min((one for one in tried if not one[1].met), key=itemgetter(0), default=(inf, None))[1]
     if isinstance(found, NoEdge):
         return CapacityAnswer(RATE, unit, None, found.reason, (), None, good, bad)
-    return CapacityAnswer(RATE, unit, found, "", (), _band(case, found.mean, changes), good, bad)
+    return CapacityAnswer(RATE, unit, found, "", (), _band(case, found.mean, good, bad, changes), good, bad)
 
 
 def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float, Trial]]:
@@ -181,21 +228,60 @@ def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float
 
 
 _FURTHEST = 2.5  # times slower or faster at the ends of what a cost model assumes
-_HALVINGS = 3  # of that range, so that an end is known within 12 %
+_SLOW, _FAST = 0.75, 1.2  # of the rate: where the ends are sought first
+_END = 0.125  # share at which the search for an end stops
+_NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where an end is
 
 
-def _band(case: LoadCase, rate: float, changes: Changes) -> tuple[float, float] | None:
-    """Rates between which the highest one lies, by the slow and the fast end of what is left open of the device."""
+def _band(
+    case: LoadCase, rate: float, good: Trial | None, bad: Trial | None, changes: Changes
+) -> tuple[float, float] | None:
+    """Rates between which the highest one lies, by the slow and the fast end of what is left open of the device.
+
+    The slow end meets the SLO where the lower one is, and the fast end does not where the upper one is.
+    """
     if not case.has_ends:
         return None
-    ends = []
-    for end, low, high in (("slow", rate / _FURTHEST, rate), ("fast", rate, rate * _FURTHEST)):
-        for _ in range(_HALVINGS):
-            middle = (low * high) ** 0.5
-            met = case.run(changes, rate=middle, end=end).met
-            low, high = (middle, high) if met else (low, middle)
-        ends.append(low if end == "slow" else high)
-    return ends[0], ends[1]
+    steep = 0.0
+    if good and bad and not bad.growth and 0 < good.worst(case.slo) < bad.worst(case.slo) < inf:
+        steep = log(bad.worst(case.slo) / good.worst(case.slo)) / log((bad.rate or inf) / (good.rate or inf))
+    at_slow, at_fast = (_AtEnd(case, changes, end, steep) for end in ("slow", "fast"))
+    slow = highest(at_slow, rate * _SLOW, precision=_END, low=rate / _FURTHEST, high=rate, factor=1 + _END)
+    fast = highest(
+        at_fast,
+        rate * _FAST,
+        precision=_END,
+        low=rate,
+        high=rate * _FURTHEST,
+        factor=1 + _END,
+        known={rate: Figure(True, 0.0)},
+    )
+    return slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST
+
+
+@dataclass
+class _AtEnd:
+    """The answers at an end; from a figure near its bound on, they are told by its steepness at the edge."""
+
+    case: LoadCase
+    changes: Changes
+    end: str
+    steep: float
+    edge: float | None = None
+
+    def __call__(self, rate: float) -> Figure:
+        if self.edge is not None:
+            return Figure(rate <= self.edge, 0.0)
+        trial = self.case.run(self.changes, rate=rate, end=self.end)
+        worst = trial.worst(self.case.slo)
+        if self.steep and not trial.growth and 1 / _NEAR < worst < _NEAR:
+            self.edge = rate / worst ** (1 / self.steep)
+        return _figure(self.case, trial)
+
+
+def _figure(case: LoadCase, trial: Trial) -> Figure:
+    served = trial.metrics.get("request_throughput", 0.0) if trial.growth else 0.0
+    return Figure(trial.met, trial.worst(case.slo), served)
 
 
 def _rates(
@@ -235,64 +321,22 @@ def _there(trial: Trial) -> str:
 
 @dataclass(frozen=True)
 class _RateSearch:
-    """The search of one seed for the highest rate, below those that no device of the kind serves.
-
-    It goes the way of `highest` over guessed answers. Between a rate that meets the SLO and one that does not it tries
-    the step in the middle, and from near both ends of that way, unless the guess before was wrong.
-    """
+    """The search of one seed for the highest rate, below those that no device of the kind serves."""
 
     precision: float
     changes: Changes
 
     def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        good, bad, _ = self._known(case, seed)
-        slow, start = min((case.rate or 1.0) * SLOWEST, start), min(max(start, good), bad)
-        first = case.run(self.changes, rate=start, seed=seed)
-        if not first.met:
-            served = _BELOW_SERVED * first.metrics.get("request_throughput", start)
-            start = max(slow, good, min(start, served))
-        is_trusted = True
-        while True:
-            good, bad, guess = self._known(case, seed)
-            asked = list[float]()
-            meets = partial(_guessed, good, bad, guess, asked)
-            edge = highest(meets, start, precision=self.precision, low=slow, high=HIGHEST_RATE)
-            if not asked:
-                return edge
-            if not good or bad == inf:
-                rates = [next((rate for rate in asked if rate <= guess), asked[0])]
-            elif is_trusted and guess < inf and bad / good < (1 + self.precision) ** _NARROW:
-                rates = [rate for rate in (edge.good, edge.bad) if rate in asked]
-            else:
-                rates = [min(asked, key=lambda rate: abs(log(rate * rate / good / bad)))]
-            trials = (case.run(self.changes, rate=rate, seed=seed).met for rate in rates)
-            is_trusted = all(met == (rate <= guess) for rate, met in zip(rates, trials, strict=False))
+        known = {rate: _figure(case, one) for rate, one in tried_rates(case, self.changes, seed)}
+        most = float(np.nextafter(case.most_rate[0], inf))
+        if most < HIGHEST_RATE:
+            known[most] = Figure(False, inf)
+        low = min((case.rate or 1.0) * SLOWEST, start)
 
-    def _known(self, case: LoadCase, seed: int) -> tuple[float, float, float]:
-        """The highest rate that meets the SLO, the lowest that does not, and a guess of the edge; infinite: none.
+        def figure(rate: float) -> Figure:
+            return _figure(case, case.run(self.changes, rate=rate, seed=seed))
 
-        It is where a line through the worst figures of both, in logarithms, reaches the bound.
-        """
-        tried = dict(tried_rates(case, self.changes, seed))
-        worst = {rate: (one.met, one.worst(case.slo)) for rate, one in tried.items()}
-        good = max((rate for rate, (met, _) in worst.items() if met), default=0.0)
-        bad = min((rate for rate, (met, _) in worst.items() if not met), default=inf)
-        most = min(bad, float(np.nextafter(case.most_rate[0], inf)))
-        below, above = (worst.get(rate, (None, inf))[1] for rate in (good, bad))
-        if not 0 < above < inf or not below:
-            return good, most, inf
-        if not good:
-            served = tried[bad].metrics.get("request_throughput", 0.0) if tried[bad].growth else 0.0
-            return good, most, max(bad / above**0.5, _OVERLOADED * served)
-        return good, most, bad * (good / bad) ** (log(above) / log(above / below))
-
-
-def _guessed(good: float, bad: float, guess: float, asked: list[float], rate: float) -> bool:
-    """Whether a rate meets the SLO, by what is known, else by the guess; then it is added to `asked`."""
-    if good < rate < bad:
-        asked.append(rate)
-        return rate <= guess
-    return rate <= good
+        return highest(figure, start, precision=self.precision, low=low, high=HIGHEST_RATE, known=known)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from harness.capacity import best_block_size, estimate, highest, highest_rate, smallest, smallest_pool
+from harness.capacity import (
+    Figure,
+    best_block_size,
+    estimate,
+    highest,
+    highest_rate,
+    smallest,
+    smallest_pool,
+)
 from harness.capacity.advice import rate_text
 from harness.capacity.case import LoadCase, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
@@ -27,11 +36,11 @@ from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 def test_bisection_brackets_a_known_edge_from_any_start(edge: float, start: float) -> None:
     tried: list[float] = []
 
-    def meets(value: float) -> bool:
+    def figure(value: float) -> Figure:
         tried.append(value)
-        return value <= edge
+        return Figure(value <= edge, inf if value > edge else 0.0)
 
-    found = highest(meets, start, precision=0.01, low=1e-3, high=1e6)
+    found = highest(figure, start, precision=0.01, low=1e-3, high=1e6)
     assert found.good is not None
     assert found.bad is not None
     assert found.good <= edge < found.bad <= found.good * 1.01
@@ -39,8 +48,40 @@ def test_bisection_brackets_a_known_edge_from_any_start(edge: float, start: floa
 
 
 def test_a_search_that_never_fails_or_never_meets_says_so() -> None:
-    assert highest(lambda value: True, 1.0, precision=0.1, low=0.1, high=100).bad is None
-    assert highest(lambda value: False, 1.0, precision=0.1, low=0.1, high=100).good is None
+    limits = {"precision": 0.1, "low": 0.1, "high": 100.0}
+    assert highest(lambda value: Figure(True, 0.5), 1.0, **limits).bad is None
+    assert highest(lambda value: Figure(False, 2.0), 1.0, **limits).good is None
+
+
+@given(st.floats(1, 1e3), st.floats(0.3, 12), st.floats(0, 1), st.floats(0.02, 0.2))
+def test_guesses_from_figures_of_any_steepness_end_at_the_edge(
+    edge: float, steep: float, served: float, precision: float
+) -> None:
+    """Overloaded from some rate on, where the server says what it serves, which may be far below the edge or above."""
+    tried: list[float] = []
+
+    def figure(value: float) -> Figure:
+        tried.append(value)
+        most = edge * (0.7 + served)
+        worst = (value / edge) ** steep * (1e3 if value > most else 1.0)
+        return Figure(value <= edge, worst, most if value > max(most, edge) else 0.0)
+
+    found = highest(figure, 30.0, precision=precision, low=1e-3, high=1e6)
+    assert found.good is not None
+    assert found.bad is not None
+    assert found.good <= edge < found.bad <= found.good * (1 + precision) * (1 + 1e-6)
+    assert len(tried) == len(set(tried)) < 40
+
+
+def test_figures_near_their_bound_save_trials() -> None:
+    tried: list[float] = []
+
+    def figure(value: float) -> Figure:
+        tried.append(value)
+        return Figure(value <= 100, (value / 100) ** 3)
+
+    highest(figure, 900.0, precision=0.02, low=1e-3, high=1e6)
+    assert len(tried) <= 6
 
 
 @given(st.integers(1, 1000), st.integers(1, 1000))
@@ -190,21 +231,18 @@ def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     assert lasting <= once <= lasting / (1 - int(least[1]) / 100)
 
 
-@pytest.mark.parametrize(("slo", "saved"), [("queue_mean<0.2", 1), ("ttft_p99<8", 0), ("e2e_p90<1.5", 1)])
-def test_a_search_by_guesses_ends_where_one_over_every_step_does(slo: str, saved: int) -> None:
-    config = single_server()
-    case = LoadCase(config, parse_slo(slo))
+@pytest.mark.parametrize("slo", ["queue_mean<0.2", "ttft_p99<8", "e2e_p90<1.5"])
+def test_the_edge_of_a_search_is_between_two_rates_that_were_tried(slo: str) -> None:
+    case = LoadCase(single_server(), parse_slo(slo))
     answer = highest_rate(case, 1, 0.02, lambda _: None)
-    steps = LoadCase(config, parse_slo(slo))
-    tried = [one for one in case.made if not one.end]
-    start = tried[0].rate or 0.0
-    first = steps.run(rate=start)
-    if not first.met:
-        start = max(0.01, min(start, 0.9 * first.metrics["request_throughput"]))
-    edge = highest(lambda rate: steps.run(rate=rate).met, start, precision=0.02, low=0.01, high=1e6)
     assert answer.value is not None
-    assert (answer.value.mean, answer.bad.rate) == pytest.approx((edge.good, edge.bad))
-    assert len(tried) + saved <= len(steps.made)
+    assert answer.good is not None
+    assert answer.bad is not None
+    again = LoadCase(single_server(), parse_slo(slo))
+    assert again.run(rate=answer.value.mean).met
+    assert not again.run(rate=answer.bad.rate).met
+    assert answer.good.rate == answer.value.mean
+    assert answer.bad.rate == pytest.approx(answer.value.mean, rel=0.0201)
 
 
 def test_drawn_requests_differ_by_seed() -> None:
