@@ -263,31 +263,45 @@ def repeated(trace: Trace, times: int) -> Trace:
 
     Each copy has requests, sessions and prefixes of its own, so that no copy finds its prompts in the cache.
     """
-    rows = trace.requests
+    rows = trace.columns
     if times < 2 or not rows:
         return trace
-    period_us = (rows[-1].arrival_us - rows[0].arrival_us) * len(rows) // max(1, len(rows) - 1)
-    stride = 1 + max(row.request_id for row in rows)
-    copies = (_copy(row, copy, stride, period_us) for copy in range(times) for row in rows)
-    return trace.changed(tuple(copies), f"sent {times:,} times, one after the other")
-
-
-def _copy(row: TraceRequest, copy: int, stride: int, period_us: int) -> TraceRequest:
-    def own(key: int | None) -> int | None:
-        return None if key is None else (key + copy * _OTHER_COPY) % 2**64
-
-    if not copy:
-        return row
-    return replace(
-        row,
-        request_id=row.request_id + copy * stride,
-        arrival_us=row.arrival_us + copy * period_us,
-        segments=tuple(Segment(own(key), tokens) for key, tokens in row.segments),
-        output_key=own(row.output_key),
-        session=None if row.session is None else f"{row.session}#{copy}",
-        parent=None if row.parent is None else row.parent + copy * stride,
-        after=tuple(number + copy * stride for number in row.after),
+    count, stride = len(rows), 1 + int(rows.request_id.max())
+    period_us = int(rows.arrival_us[-1] - rows.arrival_us[0]) * count // max(1, count - 1)
+    numbers = np.repeat(np.arange(times), count)
+    copies = rows.take(np.tile(np.arange(count), times))
+    segments = copies.segments
+    shift = np.repeat(numbers, np.diff(segments.first)).astype(np.uint64) * np.uint64(_OTHER_COPY)
+    copies = replace(
+        copies,
+        request_id=copies.request_id + numbers * stride,
+        arrival_us=copies.arrival_us + numbers * period_us,
+        segments=segments._replace(key=np.where(segments.is_keyed, segments.key + shift, segments.key)),
     )
+    if copies.others is not None:
+        of_copy = {
+            name: [
+                _own(name, value, copy, stride)
+                for value, copy in zip(copies.values(name), numbers.tolist(), strict=True)
+            ]
+            for name in _OWN
+        }
+        copies = copies.with_values(of_copy)
+    return trace.changed(copies, f"sent {times:,} times, one after the other")
+
+
+_OWN = ("output_key", "session", "parent", "after")  # each copy has its own
+
+
+def _own(name: str, value: Any, copy: int, stride: int) -> Any:
+    """The value of a copy's field that names a text, a session or other requests."""
+    if not copy or value is None:
+        return value
+    if name == "output_key":
+        return (value + copy * _OTHER_COPY) % 2**64
+    if name == "session":
+        return f"{value}#{copy}"
+    return value + copy * stride if name == "parent" else tuple(number + copy * stride for number in value)
 
 
 def sampled(trace: Trace, num_requests: int) -> Trace:

@@ -205,6 +205,11 @@ class Requests(Sequence[TraceRequest]):
             return [_DEFAULTS[place]] * len(self)
         return [values[place] for values in self.others]
 
+    def with_values(self, columns: Mapping[str, Sequence[Any]]) -> "Requests":
+        """The same requests with other values of some fields that have no column."""
+        values = [columns[name] if name in columns else self.values(name) for name in _PLACES]
+        return replace(self, others=tuple(zip(*values, strict=True)))
+
     def take(self, places: Ints) -> "Requests":
         """Some of the requests, in this order."""
         lengths = {name: getattr(self, name)[places] for name in _LENGTHS[:-1]}

@@ -81,7 +81,9 @@ def highest(
             value = start
         elif good and bad < inf:
             middle = (good * bad) ** 0.5
-            if guess is None or bad / good <= step**2 or (was_wrong and bad / good < _NARROW):
+            if guess is None:
+                value, factor = min(good * factor, middle), factor**2
+            elif bad / good <= step**2 or (was_wrong and bad / good < _NARROW):
                 value = middle
             elif guess <= good * step:
                 value = good * step
@@ -203,8 +205,11 @@ def highest_rate(
     tell: Tell,
     changes: Changes | None = None,
     start: float | None = None,
+    bounds: bool = True,
 ) -> CapacityAnswer:
     """The highest rate of served requests that meets the SLO and lasts; the search begins at `start`.
+
+    Without `bounds` the replays for its band are left out.
 
     Raises:
         ConfigError: the client holds requests back, so that no rate is too high for the server.
@@ -218,7 +223,8 @@ def highest_rate(
     bad = min((one for one in tried if not one[1].met), key=itemgetter(0), default=(inf, None))[1]
     if isinstance(found, NoEdge):
         return CapacityAnswer(RATE, unit, None, found.reason, (), None, good, bad)
-    return CapacityAnswer(RATE, unit, found, "", (), _band(case, found.mean, good, bad, changes), good, bad)
+    answer = CapacityAnswer(RATE, unit, found, "", (), None, good, bad)
+    return with_bounds(case, answer, changes) if bounds else answer
 
 
 def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float, Trial]]:
@@ -233,16 +239,14 @@ _END = 0.125  # share at which the search for an end stops
 _NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where an end is
 
 
-def _band(
-    case: LoadCase, rate: float, good: Trial | None, bad: Trial | None, changes: Changes
-) -> tuple[float, float] | None:
-    """Rates between which the highest one lies, by the slow and the fast end of what is left open of the device.
+def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> CapacityAnswer:
+    """The answer with the rates at the slow and the fast end of what is left open of the device as its band.
 
     The slow end meets the SLO where the lower one is, and the fast end does not where the upper one is.
     """
-    if not case.has_ends:
-        return None
-    steep = 0.0
+    if answer.value is None or not case.has_ends:
+        return answer
+    rate, good, bad, steep = answer.value.mean, answer.good, answer.bad, 0.0
     if good and bad and not bad.growth and 0 < good.worst(case.slo) < bad.worst(case.slo) < inf:
         steep = log(bad.worst(case.slo) / good.worst(case.slo)) / log((bad.rate or inf) / (good.rate or inf))
     at_slow, at_fast = (_AtEnd(case, changes, end, steep) for end in ("slow", "fast"))
@@ -256,7 +260,7 @@ def _band(
         factor=1 + _END,
         known={rate: Figure(True, 0.0)},
     )
-    return slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST
+    return replace(answer, band=(slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST))
 
 
 @dataclass

@@ -19,7 +19,7 @@ from engine.core.memory.group_layout import unseen_share
 from engine.core.options import CachePolicy, Eviction, GroupPages
 from engine.core.request import Request
 from engine.runtime.options import VLLM_NAMES
-from harness.capacity import CapacityAnswer, Changes, Tell, highest_rate, too_few
+from harness.capacity import CapacityAnswer, Changes, Tell, highest_rate, too_few, with_bounds
 from harness.capacity.case import LoadCase, Trial
 from harness.capacity.flags import preset
 from harness.capacity.slo import Slo
@@ -133,7 +133,7 @@ def beside(own: Trial, measured: Mapping[str, float]) -> str:
 def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     """The highest rate, the flags that raise it, what breaks first, and the GPUs for the asked rate."""
     tell("the highest rate")
-    answer = highest_rate(case, 1, PRECISION, lambda _: None)
+    answer = highest_rate(case, 1, PRECISION, lambda _: None, bounds=False)
     if answer.value is None:
         advice.answers.append(f"The SLO ({goals(case.slo)}): {answer.reason}.")
         if answer.good is None and answer.bad is not None and all(one.upper for one in answer.bad.broken):
@@ -147,10 +147,11 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
             tell("the flags that help, together")
             more = answer.value.mean * (1 + PRECISION)
             if case.run(better, rate=more).met:
-                with_them = highest_rate(case, 1, PRECISION, lambda _: None, better, more)
+                with_them = highest_rate(case, 1, PRECISION, lambda _: None, better, more, bounds=False)
                 advice.answers.append(_gain(better, answer, with_them))
                 answer, changes = with_them, better
-    advice.answer = answer
+    tell("what the device leaves open")
+    advice.answer = answer = with_bounds(case, answer, changes)
     replicas = _replicas(case, answer, changes, tell)
     advice.answers.insert(0, rate_text(case, answer))
     advice.answers.append(replicas[1])
@@ -276,7 +277,7 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
     if slow.broken:
         tell("an SLO that would do")
         other = LoadCase(case.config, relaxed, case.recorded, case.requests)
-        found = highest_rate(other, 1, 4 * PRECISION, tell)
+        found = highest_rate(other, 1, 4 * PRECISION, tell, bounds=False)
         would = ",".join(f"{one.metric}{'<' if one.upper else '>'}{one.bound:g}" for one in relaxed)
         text = f"An SLO that would do, with a tenth to spare where requests hardly meet: {would}"
         if found.value is not None:

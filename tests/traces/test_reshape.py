@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from traces.analysis.reuse import realised_prefix_share
 from traces.errors import ParameterError
-from traces.reshape import drop_oversize, scale_lengths, set_rate, share_prefixes, take
+from traces.reshape import drop_oversize, repeated, scale_lengths, set_rate, share_prefixes, take
 from traces.synth.generator import generate_trace
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -245,6 +245,39 @@ def test_a_rate_for_simultaneous_requests_is_refused() -> None:
 def test_a_rate_that_is_no_rate_is_refused(rate: float) -> None:
     with pytest.raises(ParameterError, match="requests_per_s: above 0"):
         set_rate(AZURE, rate)
+
+
+@given(paths, st.integers(2, 4), st.data())
+def test_each_copy_of_a_trace_has_requests_sessions_and_texts_of_its_own(prompts, times: int, data) -> None:
+    trace = make_trace(prompts)
+    rows = [
+        replace(row, session="s", parent=0, after=(0,), output_key=5, salt="t")
+        if data.draw(st.booleans())
+        else row
+        for row in trace.requests
+    ]
+    trace = replace(trace, requests=rows)
+    found, count = repeated(trace, times).requests, len(rows)
+    assert list(found[:count]) == rows
+    texts = [{part.key for part in row.segments} | {row.output_key} for row in found]
+    for copy in range(1, times):
+        its_own, zero = found[copy * count : (copy + 1) * count], copy * count
+        gaps = {new.arrival_us - old.arrival_us for old, new in zip(rows, its_own, strict=True)}
+        assert len(gaps) == 1
+        for old, new in zip(rows, its_own, strict=True):
+            assert (new.prompt_tokens, new.output_tokens, new.salt) == (
+                old.prompt_tokens,
+                old.output_tokens,
+                old.salt,
+            )
+            assert [part.tokens for part in new.segments] == [part.tokens for part in old.segments]
+            assert (new.session is None) == (old.session is None)
+            assert (new.session, new.after, new.parent) in (
+                (f"s#{copy}", (zero,), zero),
+                (None, (), None),
+            )
+        assert set.union(*texts[:zero]) & set.union(*texts[zero : zero + count]) <= {None}
+    assert len({row.request_id for row in found}) == times * count
 
 
 def test_oversize_requests_are_dropped_and_counted_by_reason() -> None:
