@@ -58,6 +58,20 @@ def test_a_prediction_that_is_wrong_by_a_factor_is_corrected_by_the_first_cells(
     assert found.regret < 0.05
 
 
+def test_cells_that_are_all_equal_are_known_to_be() -> None:
+    """As throughput where the arrivals set it."""
+    values = [cell["values"] for cell in next(iter(GRIDS["grids"].values()))]
+    draw = np.random.default_rng(1)
+    predicted = np.exp(draw.normal(0, 0.001, len(values))).tolist()
+
+    def measure(place: int) -> list[float]:
+        return list(predicted[place] * np.exp(draw.normal(0.05, 0.0005, 3)))
+
+    found = tune(values, predicted, measure, 8)
+    assert found.known
+    assert found.regret < 0.01
+
+
 def test_a_value_that_is_worse_than_predicted_sends_the_search_elsewhere() -> None:
     values = [(axis, other) for axis in "ab" for other in range(6)]
     predicted = [1.0 + 0.01 * other + 0.1 * (axis == "b") for axis, other in values]
