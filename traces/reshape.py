@@ -8,7 +8,7 @@ for what that one waited for.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import floor, isfinite
 from typing import Any
@@ -266,6 +266,7 @@ def repeated(trace: Trace, times: int) -> Trace:
     rows = trace.columns
     if times < 2 or not rows:
         return trace
+    sentence = f"sent {times:,} times, one after the other"
     count, stride = len(rows), 1 + int(rows.request_id.max())
     period_us = int(rows.arrival_us[-1] - rows.arrival_us[0]) * count // max(1, count - 1)
     numbers = np.repeat(np.arange(times), count)
@@ -278,30 +279,20 @@ def repeated(trace: Trace, times: int) -> Trace:
         arrival_us=copies.arrival_us + numbers * period_us,
         segments=segments._replace(key=np.where(segments.is_keyed, segments.key + shift, segments.key)),
     )
-    if copies.others is not None:
-        of_copy = {
-            name: [
-                _own(name, value, copy, stride)
-                for value, copy in zip(copies.values(name), numbers.tolist(), strict=True)
-            ]
-            for name in _OWN
-        }
-        copies = copies.with_values(of_copy)
-    return trace.changed(copies, f"sent {times:,} times, one after the other")
+    if copies.others is None:
+        return trace.changed(copies, sentence)
 
+    def own(name: str, value_of: Callable[[Any, int], Any]) -> list[Any]:
+        pairs = zip(copies.values(name), numbers.tolist(), strict=True)
+        return [value if value is None or not copy else value_of(value, copy) for value, copy in pairs]
 
-_OWN = ("output_key", "session", "parent", "after")  # each copy has its own
-
-
-def _own(name: str, value: Any, copy: int, stride: int) -> Any:
-    """The value of a copy's field that names a text, a session or other requests."""
-    if not copy or value is None:
-        return value
-    if name == "output_key":
-        return (value + copy * _OTHER_COPY) % 2**64
-    if name == "session":
-        return f"{value}#{copy}"
-    return value + copy * stride if name == "parent" else tuple(number + copy * stride for number in value)
+    of_copy = {
+        "output_key": own("output_key", lambda key, copy: (key + copy * _OTHER_COPY) % 2**64),
+        "session": own("session", lambda name, copy: f"{name}#{copy}"),
+        "parent": own("parent", lambda number, copy: number + copy * stride),
+        "after": own("after", lambda those, copy: tuple(number + copy * stride for number in those)),
+    }
+    return trace.changed(copies.with_values(of_copy), sentence)
 
 
 def sampled(trace: Trace, num_requests: int) -> Trace:

@@ -9,6 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf, log
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _OVERLOADED = 0.9  # of the rate that an overloaded server serves: where the edge is sought first
 _CLOSE = 1.05  # a load so many times what is served says where the edge is
 _NARROW = 2  # times the good value, below which a wrong guess is followed by the step in the middle
+_NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where that is
 Tell = Callable[[str], None]
 
 
@@ -61,9 +63,12 @@ def highest(
     low: float,
     high: float,
     factor: float = _FIRST_FACTOR,
+    steep: float = 0.0,
     known: Mapping[float, Figure] | None = None,
 ) -> Edge:
     """Search the highest value that meets the SLO; `known` are answers of before.
+
+    Where the worst figure is known to grow with the power `steep` of the value, one near its bound tells the edge.
 
     Each value is taken from where the edge is guessed (`_guess`). Where nothing can be guessed, or a guess was wrong,
     the value is raised or lowered by `factor`, each time by the square of the one before, until both kinds are seen,
@@ -91,13 +96,14 @@ def highest(
                 value = bad / step if guess >= bad / step else guess / step**0.5
         elif guess is not None:
             value = min(guess, bad / step)
-        elif good or bad < inf:
-            value, factor = good * factor or bad / factor, factor**2
         else:
-            value = start
+            value, factor = good * factor or bad / factor, factor**2
         value = min(max(value, low), high)
-        tried[value] = figure(value)
-        was_wrong = guess is not None and tried[value].met != (value <= guess)
+        one = tried[value] = figure(value)
+        was_wrong = guess is not None and one.met != (value <= guess)
+        if steep and not one.served and 1 / _NEAR < one.worst < _NEAR:
+            edge = value / one.worst ** (1 / steep)
+            return Edge(edge / step**0.5, edge * step**0.5)
 
 
 def _guess(tried: Mapping[float, Figure], good: float, bad: float) -> float | None:
@@ -236,7 +242,6 @@ def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float
 _FURTHEST = 2.5  # times slower or faster at the ends of what a cost model assumes
 _SLOW, _FAST = 0.75, 1.2  # of the rate: where the ends are sought first
 _END = 0.125  # share at which the search for an end stops
-_NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where an end is
 
 
 def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> CapacityAnswer:
@@ -249,41 +254,16 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
     rate, good, bad, steep = answer.value.mean, answer.good, answer.bad, 0.0
     if good and bad and not bad.growth and 0 < good.worst(case.slo) < bad.worst(case.slo) < inf:
         steep = log(bad.worst(case.slo) / good.worst(case.slo)) / log((bad.rate or inf) / (good.rate or inf))
-    at_slow, at_fast = (_AtEnd(case, changes, end, steep) for end in ("slow", "fast"))
-    slow = highest(at_slow, rate * _SLOW, precision=_END, low=rate / _FURTHEST, high=rate, factor=1 + _END)
-    fast = highest(
-        at_fast,
-        rate * _FAST,
-        precision=_END,
-        low=rate,
-        high=rate * _FURTHEST,
-        factor=1 + _END,
-        known={rate: Figure(True, 0.0)},
-    )
+    search = partial(highest, precision=_END, factor=1 + _END, steep=steep)
+    at_slow, at_fast = (partial(_figure, case, changes, 0, end) for end in ("slow", "fast"))
+    slow = search(at_slow, rate * _SLOW, low=rate / _FURTHEST, high=rate)
+    known = {rate: Figure(True, 0.0)}
+    fast = search(at_fast, rate * _FAST, low=rate, high=rate * _FURTHEST, known=known)
     return replace(answer, band=(slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST))
 
 
-@dataclass
-class _AtEnd:
-    """The answers at an end; from a figure near its bound on, they are told by its steepness at the edge."""
-
-    case: LoadCase
-    changes: Changes
-    end: str
-    steep: float
-    edge: float | None = None
-
-    def __call__(self, rate: float) -> Figure:
-        if self.edge is not None:
-            return Figure(rate <= self.edge, 0.0)
-        trial = self.case.run(self.changes, rate=rate, end=self.end)
-        worst = trial.worst(self.case.slo)
-        if self.steep and not trial.growth and 1 / _NEAR < worst < _NEAR:
-            self.edge = rate / worst ** (1 / self.steep)
-        return _figure(self.case, trial)
-
-
-def _figure(case: LoadCase, trial: Trial) -> Figure:
+def _figure(case: LoadCase, changes: Changes, seed: int, end: str, rate: float) -> Figure:
+    trial = case.run(changes, rate=rate, seed=seed, end=end)
     served = trial.metrics.get("request_throughput", 0.0) if trial.growth else 0.0
     return Figure(trial.met, trial.worst(case.slo), served)
 
@@ -331,15 +311,12 @@ class _RateSearch:
     changes: Changes
 
     def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        known = {rate: _figure(case, one) for rate, one in tried_rates(case, self.changes, seed)}
+        figure = partial(_figure, case, self.changes, seed, "")
+        known = {rate: figure(rate) for rate, _ in tried_rates(case, self.changes, seed)}
         most = float(np.nextafter(case.most_rate[0], inf))
         if most < HIGHEST_RATE:
             known[most] = Figure(False, inf)
         low = min((case.rate or 1.0) * SLOWEST, start)
-
-        def figure(rate: float) -> Figure:
-            return _figure(case, case.run(self.changes, rate=rate, seed=seed))
-
         return highest(figure, start, precision=self.precision, low=low, high=HIGHEST_RATE, known=known)
 
 
