@@ -87,7 +87,7 @@ def highest(
         elif good and bad < inf:
             middle = (good * bad) ** 0.5
             if guess is None:
-                value, factor = min(good * factor, middle), factor**2
+                value, factor = min(good * factor, middle), min(factor**2, HIGHEST_RATE)
             elif bad / good <= step**2 or (was_wrong and bad / good < _NARROW):
                 value = middle
             elif guess <= good * step:
@@ -97,7 +97,7 @@ def highest(
         elif guess is not None:
             value = min(guess, bad / step)
         else:
-            value, factor = good * factor or bad / factor, factor**2
+            value, factor = good * factor or bad / factor, min(factor**2, HIGHEST_RATE)
         value = min(max(value, low), high)
         one = tried[value] = figure(value)
         was_wrong = guess is not None and one.met != (value <= guess)
