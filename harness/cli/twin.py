@@ -64,6 +64,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: Arguments) -> int:
     """Read, fit, predict, write and print; returns the exit code."""
     from harness.twin.reading import read_engine_log
+    from harness.twin.scrape import scrape
 
     flags = arguments.flags
     if flags.check and (flags.what_if or flags.first is not None or flags.no_what_ifs):
@@ -72,8 +73,12 @@ def _run(arguments: Arguments) -> int:
         raise UserError(f"--first is {flags.first}, must be at least 1")
     folder = Path(flags.folder).expanduser()
     out = out_folder(flags.out or f"results/twin/{folder.resolve().name}")
+    if flags.metrics and not folder.is_dir():
+        raise UserError(f"--metrics writes into FOLDER, and there is no such folder: '{folder}'")
     if flags.metrics:
-        _scrape(flags, folder)
+        remark(f"scraping {flags.metrics} for {flags.seconds:g} s")
+        for note in scrape(flags.metrics, flags.seconds, folder):
+            remark(f"note: {note}")
     log = read_engine_log(folder)
     say(log.scope)
     words = tuple(arguments.overrides) + ((f"device={flags.device}",) if flags.device else ())
@@ -198,14 +203,6 @@ def command_of(name: str, arguments: Arguments) -> str:
 def _progress(simulations: int, cost: float) -> None:
     if simulations % 10 == 1:
         remark(f"fit: {simulations} simulations, cost {cost:.3g}")
-
-
-def _scrape(flags: argparse.Namespace, folder: Path) -> None:
-    from harness.twin.scrape import scrape
-
-    remark(f"scraping {flags.metrics} for {flags.seconds:g} s")
-    for note in scrape(flags.metrics, flags.seconds, folder):
-        remark(f"note: {note}")
 
 
 def calibrate_from_log(arguments: Arguments) -> int:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from harness.cli.main import main
 from harness.config.errors import UserError
 from harness.twin.reading import read_engine_log
 from harness.twin.scrape import scrape
@@ -110,6 +111,16 @@ def test_a_page_of_another_program_is_refused(tmp_path: Path) -> None:
 def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--metrics http://127\.0\.0\.1:1/metrics: cannot be read"):
         scrape("http://127.0.0.1:1/metrics", 1, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["missing", "file.csv"])
+def test_a_folder_that_is_none_is_named_before_a_server_is_asked(tmp_path: Path, name: str, capsys) -> None:
+    (tmp_path / "file.csv").write_text("arrival_s\n")
+    assert main(["twin", str(tmp_path / name), "--metrics", "http://127.0.0.1:1/metrics"]) == 2
+    said = capsys.readouterr().err
+    assert f"there is no such folder: '{tmp_path / name}'" in said
+    assert "scraping" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["file.csv"]
 
 
 def test_an_address_that_is_none_is_refused(tmp_path: Path) -> None:
