@@ -51,19 +51,15 @@ def parse_slo(text: str) -> Slo:
         name, sign, number = found.groups()
         if name not in METRICS:
             raise UserError(f"--slo: there is no metric '{name}'; {_like(name)}")
-        bound = _number(number, part)
+        try:
+            bound = float(number)
+        except ValueError:
+            raise UserError(f"--slo: '{number}' in '{part.strip()}' is no number") from None
         if not 0 <= bound < inf or (sign == "<" and not bound):
             reason = f"--slo: '{part.strip()}' can be met by no run, or by every run; no metric is below 0"
             raise UserError(reason)
         goals.append(Goal(name, bound, sign.startswith("<")))
     return tuple(goals)
-
-
-def _number(text: str, part: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"--slo: '{text}' in '{part.strip()}' is no number") from None
 
 
 def _like(name: str) -> str:

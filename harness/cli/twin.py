@@ -119,7 +119,7 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     if not (flags.no_fit or flags.device):
         log, words = _kept_fit(log, words, out)
     asked = configured(log, words)
-    rows = compared(predictor(asked.config, log.workload)(asked.config.device), found)
+    rows = compared(predictor(asked.config, log.workload)(asked.config.device), found, log.notes)
     for line in (log.client, *asked.warnings):
         say(line)
     fitted_from = asked.config.device.fitted_from

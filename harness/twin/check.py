@@ -3,8 +3,9 @@
 Counters (prefix cache, preemptions) are rates over prompt tokens and finished requests: since the server started, or
 between the first and the last page of a file that has several (`curl URL >> FILE` before and after the load). Gauges
 (running, waiting, KV use) are of an instant: they agree where they lie in the range that the prediction has for nine
-tenths of the time in which requests are under way. A gauge of an idle server is not compared, nor one of another number
-of engines than is predicted. What a page does not have is not compared either, and said.
+tenths of the time in which requests are under way. Pages of an idle server have no part in it. Not compared, and said,
+are gauges of another number of engines than is predicted, what a page does not have, and hits where the log does not
+say what prompts share.
 
 The names are those of vLLM 0.9 to 0.33: `vllm/v1/metrics/loggers.py`.
 """
@@ -22,6 +23,7 @@ from harness.config.errors import UserError
 from harness.twin.log import FloatArray
 from harness.twin.prediction import PredictedRun
 from harness.twin.scrape import KV, RUNNING, WAITING, Samples, fetched, parse, pool_of, values
+from harness.twin.sharing import UNSAID
 
 _SAMPLES, _EVERY_S = 5, 1.0  # of a live server's gauges
 _RANGE = (5, 95)  # percentiles of the predicted time
@@ -118,12 +120,12 @@ def _labelled(found: Sequence[Samples], label: str) -> set[str]:
     return {labels.get(label, "") for name in RUNNING for page in found for labels, _ in page.get(name, ())}
 
 
-def compared(run: PredictedRun, found: Pages) -> list[Compared]:
-    """Every figure that both sides can have."""
-    return [*_counters(run, found), *_gauges(run, found)]
+def compared(run: PredictedRun, found: Pages, notes: Sequence[str] = ()) -> list[Compared]:
+    """Every figure that both sides can have, by what the notes on the log say of it."""
+    return [*_counters(run, found, any(UNSAID in note for note in notes)), *_gauges(run, found)]
 
 
-def _counters(run: PredictedRun, found: Pages) -> Iterator[Compared]:
+def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Compared]:
     requests = run.log.requests
     prompts, hits, preempted = (
         float(np.sum(requests[name])) for name in ("prompt_tokens", "hit_tokens", "preemptions")
@@ -135,6 +137,8 @@ def _counters(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     real, why = _share(real_hits, queries, "no prompt was looked up in the prefix cache")
     if real is not None and real > 1:
         real, why = None, "the page has more hits than were asked for"
+    if real and is_unsaid:
+        real, why = None, f"{UNSAID}, the page has {100 * real:.3g} %"
     yield Compared("hit ratio of prompt tokens", (ratio, ratio), real, why)
     real, why = _share(real_preempted, finished, "no request has finished")
     real = None if real is None else 100 * real
@@ -157,13 +161,13 @@ def _gauges(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     at_s = np.linspace(float(run.arrival_s.min()), float(run.last_token_s.max()), 4000)
     series = run.series(at_s)
     busy = series.running + series.waiting > 0
-    at_work = any(sum(values(page, RUNNING)) + sum(values(page, WAITING)) for page in found.samples)
+    at_work = [page for page in found.samples if sum(values(page, RUNNING)) + sum(values(page, WAITING))]
     engines, replicas = len(_labelled(found.samples[-1:], "engine")), run.log.replicas
     refused = f"the page has {engines} engines, the prediction {replicas}" if engines != replicas else ""
 
     def gauge(name: str, ours: FloatArray, names: tuple[str, ...], least: float, mean: bool) -> Compared:
         low, high = np.percentile(ours[busy], _RANGE)
-        each = [values(page, names) for page in found.samples]
+        each = [values(page, names) for page in at_work or found.samples]
         real, why = None, refused or ("the server is idle" if all(each) else _NONE)
         if all(each) and at_work and not refused:
             real = median(sum(one) / (len(one) if mean else 1) for one in each)

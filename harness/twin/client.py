@@ -86,8 +86,7 @@ def client_of(
     reached = int(is_held.sum())
     shows = reached >= FEWEST_HELD and reached > _HELD * found.at_the_cap
     if cap is None and not (shows and found.at_the_cap >= _AT_THE_CAP * len(is_held)):
-        kind = ClientKind.multi_turn if follows.any() else ClientKind.open
-        client = Client(kind)
+        client = Client(ClientKind.multi_turn if follows.any() else ClientKind.open)
         return LogClient(client, f"The client is {client}.", times.entered_s, before)
     pause = max(0.0, float(np.median(found.idle_s[is_held]))) if reached else 0.0
     if times.queued_s is not None and reached:  # the replay starts at the queue

@@ -19,6 +19,7 @@ from traces.formats.parsing import kind
 
 _COMMAND = re.compile(r"vllm\s+serve\b|vllm\.entrypoints\.|sglang\.launch_server|sglang\s+serve\b")
 _VERSION_OF_IMAGE = re.compile(r"(?:vllm-openai|sglang):v?(\d+\.\d+(?:\.\d+)?\S*)")
+_NUMBER = re.compile(r"-\d+(\.\d+)?")  # below 0: a value, and no flag
 _TELLING = [
     VLLM_NAMES[name]
     for name in ("max_running", "max_batched_tokens", "memory_utilization", "tensor_parallel")
@@ -113,17 +114,13 @@ def settings_of_words(words: list[str], where: str) -> EngineSettings:
         name = engine.short.get(name, name).replace("-", "_")
         if sign:
             args[name] = value
-        elif words and not _is_flag(words[0]):
+        elif words and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0])):
             args[name] = words.pop(0)
         elif name.startswith("no_"):
             args[name.removeprefix("no_")] = False
         else:
             args[name] = True
     return engine.read(args, where)
-
-
-def _is_flag(word: str) -> bool:
-    return word.startswith("-") and not re.fullmatch(r"-\d+(\.\d+)?", word)
 
 
 def _by_line(file: SourceFile, read: Callable[[Any, str], EngineSettings], options: Any) -> EngineSettings:

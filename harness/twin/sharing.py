@@ -17,6 +17,7 @@ from traces.errors import TraceError
 from traces.formats.segments import Tokens, TokenTree
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
+UNSAID = "the log does not say which prompts share a beginning"
 _BLOCKS = (16, 32, 64, 128, 256, 512, 1024)  # tokens of an id of `hash_ids`, where the log does not say
 
 
@@ -71,7 +72,7 @@ def _shared(
         return _by_names(rows)
     if any(row.cached_tokens for row in rows):
         return _by_counts(rows, times)
-    text = "requests: the log does not say which prompts share a beginning; none is assumed to."
+    text = f"requests: {UNSAID}; none is assumed to."
     if all(row.cached_tokens == 0 for row in rows):
         text = (
             "requests: no prompt token was found in the prefix cache, so that no prompts share a beginning."

@@ -98,6 +98,39 @@ def test_counters_of_two_pages_are_those_of_the_time_between(run, tmp_path):
     assert "of 40 finished requests between" in pages(str(path)).said(300)
 
 
+def test_a_server_that_is_idle_most_of_the_time_is_compared_while_it_works(run, tmp_path):
+    path = page_of(run, tmp_path)
+    before = figures_of(run, path)
+    gauges = (
+        "num_requests_running",
+        "num_requests_waiting",
+        "kv_cache_usage_perc",
+        "kv_cache_token_usage_perc",
+    )
+    names = [next(line for line in path.read_text().splitlines() if f":{name} " in line) for name in gauges]
+    idle = [(line, f"{line.split()[0]} 0") for line in names]
+    with_pages(path, *idle)
+    for gauge in ("running requests", "kv_cache_usage_perc", "kv_cache_token_usage_perc"):
+        assert figures_of(run, path)[gauge] == before[gauge]
+
+
+def test_hits_of_a_log_without_its_prompts_are_not_compared(tmp_path, capsys):
+    """The prediction has none, because none are known; the server's are no difference."""
+    rows = "".join(f"{at},200,5,{at}.2,{at}.4\n" for at in range(5))
+    (tmp_path / "requests.csv").write_text(
+        f"arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n{rows}"
+    )
+    counts = {"num_requests_running": 0, "num_requests_waiting": 0, "request_success_total": 5}
+    counts |= {"prefix_cache_queries_total": 100, "prefix_cache_hits_total": 40, "num_preemptions_total": 0}
+    page = tmp_path / "page.txt"
+    page.write_text("".join(f"vllm:{name} {value}\n" for name, value in counts.items()))
+    words = ("model=llama3_8b", "device=h100", "--out", str(tmp_path / "out"))
+    assert main(["twin", str(tmp_path / "requests.csv"), "--no-fit", "--check", str(page), *words]) == 0
+    said = capsys.readouterr().out
+    assert "not compared: the log does not say which prompts share a beginning, the page has 40 %" in said
+    assert "Of 1 figures none differs." in said
+
+
 def test_pages_around_a_restart_are_refused(run, tmp_path):
     path = with_pages(
         page_of(run, tmp_path, request_success_total=10), ("success_total 10", "success_total 3")
