@@ -137,7 +137,7 @@ def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Comp
     real, why = _share(real_hits, queries, "no prompt was looked up in the prefix cache")
     if real is not None and real > 1:
         real, why = None, "the page has more hits than were asked for"
-    if real and is_unsaid:
+    elif real and is_unsaid:
         real, why = None, f"{UNSAID}, the page has {100 * real:.3g} %"
     yield Compared("hit ratio of prompt tokens", (ratio, ratio), real, why)
     real, why = _share(real_preempted, finished, "no request has finished")
