@@ -138,7 +138,7 @@ def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Comp
     if real is not None and real > 1:
         real, why = None, "the page has more hits than were asked for"
     elif real and is_unsaid:
-        real, why = None, f"{UNSAID}, the page has {100 * real:.3g} %"
+        why, real = f"{UNSAID}, the page has {100 * real:.3g} %", None
     yield Compared("hit ratio of prompt tokens", (ratio, ratio), real, why)
     real, why = _share(real_preempted, finished, "no request has finished")
     real = None if real is None else 100 * real
