@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise, best_rule, effects, tier_line
+from harness.capacity.advice import Advice, advise, best_rule, effects, reuse, tier_line
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
@@ -128,6 +128,32 @@ def test_one_pass_gives_the_hits_of_separate_replays_at_ten_pool_sizes(tmp_path:
     replayed = [case.run({"cache.pool_tokens": 512 * blocks}).metrics["hit_tokens"] for blocks in pools]
     assert replayed == [profile.hit_tokens(blocks) for blocks in pools]
     assert len(set(replayed)) > 3
+
+
+def test_the_curve_is_that_of_the_requests_that_are_replayed(tmp_path: Path) -> None:
+    """Tenants share nothing with each other, and requests that are left out have no part in it."""
+    draw = np.random.default_rng(8)
+    rows = []
+    for number, (text, own) in enumerate(
+        zip(draw.integers(4, size=50), draw.integers(1, 900, 50), strict=True)
+    ):
+        parts = Segment(7 + int(text), 100 * (1 + int(text))), Segment(None, int(own))
+        prompt, salt = sum(part.tokens for part in parts), f"tenant {number % 2}"
+        rows.append(TraceRequest(number, number * 60_000_000, prompt, 1, parts, salt=salt))
+    header, file = TraceHeader("t", "simple", "t", "content", None, 1, "", 50, 50), tmp_path / "trace.jsonl"
+    write_jsonl(Trace(header, tuple(rows)), file)
+    words = ("trace=pagetwin", f"trace.path={file}", "cache.max_model_len=1000")
+    case, advice = case_of(file, *words), Advice()
+    profile = reuse(case, advice)
+    assert sum(count for count, _ in case.scope.left_out.values()) > 5
+    pools = [64 + 8 * place for place in range(10)]
+    replayed = [case.run({"cache.pool_tokens": 16 * blocks}).metrics["hit_tokens"] for blocks in pools]
+    assert replayed == [profile.hit_tokens(blocks) for blocks in pools]
+    assert len(set(replayed)) > 3
+    of_all = reuse_profile(Trace(header, tuple(rows)), 16, spare_last_token=True)
+    without_salts = tuple(replace(row, salt=None) for row in case.trace.requests)
+    alone = reuse_profile(Trace(header, without_salts), 16, spare_last_token=True)
+    assert profile.hit_tokens(100) not in (of_all.hit_tokens(100), alone.hit_tokens(100))
 
 
 def test_a_fitted_device_has_bounds_from_what_its_log_leaves_open(tmp_path: Path) -> None:
