@@ -142,7 +142,7 @@ class EngineLog:
     def scope(self) -> str:
         """What is simulated of what: the first line of every answer."""
         rows = len(self.requests) + sum(self.dropped.values())
-        left = [f"Left out: {count:,}, {reason}." for reason, count in self.dropped.items()]
+        left = [f"Left out: {n:,} ({100 * n / rows:.3g} %), {reason}." for reason, n in self.dropped.items()]
         return " ".join([f"Simulated: {len(self.requests):,} of {rows:,} requests of {self.name}.", *left])
 
     @property
