@@ -331,7 +331,7 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
             try:
                 trial = base
                 if not _changes_nothing(case, base, key, value):
-                    trial = case.run({key: value}, rate=rate, busiest=busiest)
+                    trial = case.run({key: value}, rate=rate, busiest=busiest, lasting=False)
             except ConfigError:
                 continue  # this value is not allowed here
             worse = trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)

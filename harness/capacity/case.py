@@ -328,12 +328,14 @@ class LoadCase:
         seed: int = 0,
         busiest: bool = False,
         once: bool = False,
+        lasting: bool = True,
         end: str = "",
     ) -> Trial:
         """Simulate one candidate. None leaves the rate as it is.
 
         With `busiest` only the window with the most tokens a second is simulated, and with `once` the requests are
-        sent once, however short they last: of neither growth is judged. Else they are repeated until growth shows.
+        sent once, however short they last: of neither growth is judged. Else they are repeated until growth shows, and
+        where growth alone breaks the SLO more often, to be sure; not if it need not be `lasting`.
         `end` takes the fast or slow end of what is left open of the device. A request that fits the case and not these
         settings breaks the SLO.
 
@@ -358,7 +360,9 @@ class LoadCase:
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, self._wanted_s(trial))
-        if trial.growth:  # of the queue, or of the trace's own load, which begins anew with each copy
+        if (
+            trial.growth and lasting
+        ):  # of the queue, or of the trace's own load, which begins anew with each copy
             more = max(
                 more, min(_TO_SHOW_GROWTH * copies, max(_TO_SHOW_GROWTH, self.most // len(trace.requests)))
             )

@@ -142,22 +142,23 @@ def merged(logs: Sequence[RunLog]) -> RunLog:
 
     `capacity_slots` stays that of one replica, as the slot states of each step are.
     """
-    steps = _sorted([log.steps for log in logs], "start_s")
+    begin, arrive = [log.steps["start_s"] for log in logs], [log.requests["arrival_s"] for log in logs]
+    steps = _sorted([log.steps for log in logs], begin)
     values, inverse = np.unique(np.concatenate([log.itl_s for log in logs]), return_inverse=True)
     weights = np.concatenate([log.itl_weight for log in logs])
     return replace(
         logs[0],
         steps={**steps, "step": np.arange(len(steps["step"]))},
-        requests=_sorted([log.requests for log in logs], "arrival_s"),
+        requests=_sorted([log.requests for log in logs], arrive),
         itl_s=values,
         itl_weight=np.bincount(inverse, weights=weights, minlength=len(values)).astype(np.float64),
         span_s=max(log.span_s for log in logs),
         replicas=len(logs),
+        waste=_sorted([log.waste for log in logs if log.waste is not None], begin) or None,
         tiers={name: sum((log.tiers or {})[name] for log in logs) for name in logs[0].tiers or ()},
     )
 
 
-def _sorted(tables: Sequence[Mapping[str, Column]], key: str) -> dict[str, Column]:
-    joined = {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
-    order = np.argsort(joined[key], kind="stable")
-    return {name: column[order] for name, column in joined.items()}
+def _sorted(tables: Sequence[Mapping[str, Column]], times: Sequence[Column]) -> dict[str, Column]:
+    order, names = np.argsort(np.concatenate(times), kind="stable"), tables[0] if tables else ()
+    return {name: np.concatenate([table[name] for table in tables])[order] for name in names}

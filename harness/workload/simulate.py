@@ -40,7 +40,7 @@ from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecut
 from harness.replay.features import FeatureMeter
 from harness.replay.folds import Fold, KeptLog, Prediction, RunFold, prediction_of
 from harness.replay.loop import Observer, Progress, Replay, ReplayClock
-from harness.replay.memory import TierUse
+from harness.replay.memory import TierUse, Wastes
 from harness.replay.recorder import PlanRecording, Recorder
 from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_together
 from harness.workload.beam_requests import BeamClient
@@ -408,18 +408,19 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     executors = [simulated_executor(point, cost, live, fast_forward=fast_forward) for live in lives]
     schedulers, folds = [scheduler for scheduler, _ in made], [new_log(point) for _ in made]
     recorders = [Recorder(fold) for fold in folds]
+    kept = [[each for each in memory if isinstance(each, TierUse | Wastes)] for _, memory in made]
     lanes = Balancer(arrivals, schedulers).lanes
     replays = [
         Replay(
-            *(lane, scheduler, executor, recorder),
+            *(lane, scheduler, executor, recorder, *memory),
             live=live,
             until_ns=point.workload.traffic.until_ns,
             asynchronous=point.deployment.scheduler.async_scheduling,
             env=env,
             changes_ns=rule.changes_ns,
         )
-        for lane, scheduler, executor, recorder, live, rule in zip(
-            lanes, schedulers, executors, recorders, lives, rules, strict=True
+        for lane, scheduler, executor, recorder, memory, live, rule in zip(
+            lanes, schedulers, executors, recorders, kept, lives, rules, strict=True
         )
     ]
     if lockstep:
@@ -429,8 +430,8 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
         run_together(replays, env)
     for recorder in recorders:
         recorder.close()
-    kept = ({each.field: each.value() for each in kept if isinstance(each, TierUse)} for _, kept in made)
-    return merged([fold.log(**beside) for fold, beside in zip(folds, kept, strict=True)])
+    values = ({each.field: each.value() for each in memory} for memory in kept)
+    return merged([fold.log(**each) for fold, each in zip(folds, values, strict=True)])
 
 
 def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, PlanRecording]:

@@ -135,6 +135,24 @@ def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> Non
     assert 0 < four["utilisation"] <= 1
 
 
+@pytest.mark.parametrize("compiled", ["always", "never"])
+def test_the_waste_of_groups_is_that_of_all_replicas_steps(compiled: str) -> None:
+    """Two replicas that get the same requests at the same times waste what one does: the shares are equal."""
+    texts = ("model=gemma3_12b", "cache.groups=uniform", f"replay.compiled={compiled}")
+    point = config(*texts)
+    one = run(*texts)
+    both = simulate(
+        twice(resolve(config(*texts, "device.data_parallel=2"))), cost_model(deployment_of(point))
+    )
+    assert one.waste is not None
+    assert both.waste is not None
+    assert {len(column) for column in both.waste.values()} == {len(both.steps["step"])}
+    alone, shared = compute_metrics(one), compute_metrics(both)
+    wasted = [name for name in alone if name.startswith("waste_")]
+    assert len(wasted) > 3
+    assert {name: shared[name] for name in wasted} == pytest.approx({name: alone[name] for name in wasted})
+
+
 def test_metrics_without_rows_are_those_of_the_rows() -> None:
     point = config("device.data_parallel=2")
     workload, cost = resolve(point), cost_model(deployment_of(point))
