@@ -30,7 +30,6 @@ _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to 
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _OVERLOADED = 0.9  # of the rate that an overloaded server serves: where the edge is sought first
 _CLOSE = 1.05  # a load so many times what is served says where the edge is
-_NARROW = 2  # times the good value, below which a wrong guess is followed by the step in the middle
 _NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where that is
 Tell = Callable[[str], None]
 
@@ -88,7 +87,7 @@ def highest(
             middle = (good * bad) ** 0.5
             if guess is None:
                 value, factor = min(good * factor, middle), min(factor**2, HIGHEST_RATE)
-            elif bad / good <= step**2 or (was_wrong and bad / good < _NARROW):
+            elif bad / good <= step**2 or was_wrong:
                 value = middle
             elif guess <= good * step:
                 value = good * step
