@@ -321,7 +321,7 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
     """
     base, whole = (case.run(rate=rate, busiest=busiest) for busiest in (True, False))
     busiest = whole.met or not base.met
-    base, found = base if busiest else whole, []
+    base, found = base if busiest else case.run(rate=rate, lasting=False), []
     for key, values in CANDIDATES.items():
         section, _, name = key.partition(".")
         present = getattr(getattr(case.config, section), name)

@@ -76,7 +76,7 @@ def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int
     spared = {one.key for one in found if not one.trial.changes}
     for one in found:
         again = LoadCase(case.config, case.slo, requests=60).run(
-            {one.key: one.value}, rate=20.0, busiest=one.trial.busiest
+            {one.key: one.value}, rate=20.0, busiest=one.trial.busiest, lasting=False
         )
         assert again.metrics["ttft_p99"] == pytest.approx(one.trial.metrics["ttft_p99"])
         assert again.metrics["tpot_mean"] == pytest.approx(one.trial.metrics["tpot_mean"])
