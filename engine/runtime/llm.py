@@ -23,7 +23,7 @@ from engine.runtime.errors import (
     RequestError,
     not_offered,
 )
-from engine.runtime.models.load import LoadedModel, load_model
+from engine.runtime.models.load import LoadedModel, check_backend, load_model
 from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
 from engine.runtime.options import options_of
 from engine.runtime.params import OutputKind as RequestOutputKind
@@ -31,7 +31,6 @@ from engine.runtime.params import SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput, encode_prompt, truncated
 from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
-from paged_kernels.backends import resolve_backend
 
 __all__ = [
     "LLM", "BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
@@ -196,7 +195,7 @@ class LLM:
             model = ModelSpec(name=Path(path).name, path=path, dtype=kind)
         if isinstance(model, ModelSpec):
             path = model.path
-            resolve_backend(engine_options.backend, _device(device))  # refused before weights are read
+            check_backend(model, engine_options.backend, _device(device), engine_options.kv_dtype)
             model = load_model(model, device=_device(device))
         if tokenizer is None and path is not None and has_tokenizer(path) and not skip_tokenizer_init:
             tokenizer = path

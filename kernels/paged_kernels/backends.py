@@ -109,9 +109,7 @@ def _say_once(wanted: str, reason: str) -> None:
 
 
 def unavailable(name: str, device: torch.device) -> str:
-    """Why a backend cannot run on a device, whatever the call, or ""."""
-    if name not in ("native", "triton"):
-        return ""
+    """Why `native` or `triton` cannot run on a device, whatever the call, or ""."""
     return _no_native(device) if name == "native" else _no_triton(device)
 
 

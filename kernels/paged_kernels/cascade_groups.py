@@ -60,8 +60,7 @@ def cost_of(device: torch.device) -> CascadeCost:
     return H200 if device.type == "cuda" else CPU
 
 
-@dataclass(frozen=True, slots=True)
-class CascadeGroups:
+class CascadeGroups(NamedTuple):
     """A decode batch, divided into what groups of rows share and what is each row's own."""
 
     shared_tables: IntArray  # [groups, blocks]

@@ -137,14 +137,7 @@ class Cascade(Everywhere):
             return Paged().prepare(case)
         out = output_of(case)
         shared, lens, table, lengths, ids = (
-            torch.from_numpy(values.astype(np.int32)).to(case.device)
-            for values in (
-                groups.shared_tables,
-                groups.prefix_lens,
-                groups.suffix_tables,
-                groups.suffix_lens,
-                groups.group_ids,
-            )
+            torch.from_numpy(values.astype(np.int32)).to(case.device) for values in groups[:5]
         )
         caches, workspace = (case.q, case.key_cache, case.value_cache), Workspace()
         if backend_of(case) == "triton":

@@ -35,7 +35,7 @@ PLANTED = {
     "the last row of a cut sequence is missing": ("pieces = -(-queries.most // tokens)", "pieces = 1"),
     "heads and queries of a tile are mixed up": ("token = member // GROUP", "token = member % EACH"),
     "the last tile is left out": ("last = tl.cdiv(length, TILE)", "last = length // TILE"),
-    "tiles that all see are read twice": ("            begin = whole\n", ""),
+    "tiles that all see are read twice": ("whole if MASKED else begin", "begin"),
     "the rotary query is the latent one": ("asking + DK + second[None, :]", "asking + second[None, :]"),
     "half of the rotary query is left out": ("real[:, None] & (second < DV)", "real[:, None] & (second < DV // 2)"),
 }  # fmt: skip

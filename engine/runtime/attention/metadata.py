@@ -147,9 +147,8 @@ def share_step(rows: KernelRows, block_size: int, *, token_bytes: int, group: in
     )
     if groups is None:
         return None
-    shared, own = (_int32(_widened(each), device) for each in (groups.shared_tables, groups.suffix_tables))
-    lens, rest, ids = (
-        _int32(each, device) for each in (groups.prefix_lens, groups.suffix_lens, groups.group_ids)
+    shared, lens, own, rest, ids = (
+        _int32(_widened(each) if each.ndim == 2 else each, device) for each in groups[:5]
     )
     return SharedStep(sort_groups(shared, lens, ids, rest, queries, asked), own, rest)
 

@@ -23,7 +23,7 @@ from engine.runtime.models.guard import check_architecture
 from engine.runtime.models.spec import ModelSpec, check_config, check_model, config_values
 from engine.runtime.options import KVDtype
 from paged_kernels import Workspace
-from paged_kernels.backends import Demand
+from paged_kernels.backends import Demand, choose_for_layers, resolve_backend
 from paged_kernels.private import attention_of
 
 
@@ -75,31 +75,56 @@ class LoadedModel:
 
 def demands_of(models: Iterable[LoadedModel | None], kv_dtype: KVDtype | str) -> set[Demand]:
     """What the layers of models ask of the attention kernels, with K and V in `kv_dtype`. Raises ModelError."""
-    found = set()
-    for loaded in models:
-        if loaded is None:
-            continue
-        stored = kv_dtype_of(kv_dtype, loaded.dtype)
-        heads = loaded.model.config.get_text_config().to_dict().get("num_attention_heads")
-        for kv_heads, dim in {shape for layer in loaded.kv_shapes for shape in layer if shape[0]}:
-            group = heads // kv_heads if isinstance(heads, int) else 1
-            found.add(Demand(loaded.dtype, stored, group, dim, dim % 16 == 0, dim % 2 == 0))
+    sent = [_demands(loaded.model, loaded.kv_shapes, kv_dtype) for loaded in models if loaded is not None]
+    return set().union(*sent)
+
+
+def _demands(model: Any, shapes: Iterable[LayerShape], kv_dtype: KVDtype | str) -> set[Demand]:
+    stored, found = kv_dtype_of(kv_dtype, model.dtype), set()
+    heads = model.config.get_text_config().to_dict().get("num_attention_heads")
+    for kv_heads, dim in {shape for layer in shapes for shape in layer if shape[0]}:
+        group = heads // kv_heads if isinstance(heads, int) else 1
+        found.add(Demand(model.dtype, stored, group, dim, dim % 16 == 0, dim % 2 == 0))
     return found
+
+
+def check_backend(spec: ModelSpec, backend: str, device: str, kv_dtype: KVDtype | str) -> None:
+    """Refuse a backend chosen by name that does not serve a layer, before weights are read: a model without any is run.
+
+    Code that computes on values cannot run so; such a model is refused when it is loaded.
+    """
+    resolve_backend(backend, device)
+    if backend == "auto":
+        return
+    try:
+        with torch.device("meta"):
+            model = _new_model(spec).eval()
+        shapes = _layers_sent(model, spec.name, 1)[1].shapes
+    except Exception:
+        return
+    choose_for_layers(backend, torch.device(device), _demands(model, shapes, kv_dtype))
 
 
 def load_model(spec: ModelSpec, *, device: str = "cpu") -> LoadedModel:
     """Build the model with random weights, or load the checkpoint, and put it on paged KV. Raises ModelError."""
     check_model(spec)
-    dtype = getattr(torch, spec.dtype)
     if spec.path is not None:
-        return wrap_model(_checkpoint(spec, dtype).to(device), name=spec.name)
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(spec.family, **config_values(spec))
+        return wrap_model(_checkpoint(spec, getattr(torch, spec.dtype)).to(device), name=spec.name)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = _new_model(spec)
     return wrap_model(model.to(device), name=spec.name)
+
+
+def _new_model(spec: ModelSpec) -> Any:
+    """The model of a checkpoint's configuration, or of the spec's shape, with random weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if spec.path is not None:
+        config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
+    else:
+        config = AutoConfig.for_model(spec.family, **config_values(spec))
+    return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
 
 
 def wrap_model(model: Any, *, name: str) -> LoadedModel:
@@ -123,10 +148,8 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
     if longest is None:
         raise ModelError(f"model {name}: the config of {config.model_type} names no longest sequence")
     first = _first_token_id(config)
-    use_paged_attention(model, name)
-    mixers = find_mixers(model, first, probe.ShapeProbe())
+    mixers, (shapes, windows) = _layers_sent(model, name, first)
     with mixing(mixers, None):
-        shapes, windows = probe.probe_layers(model, name, first, [mixer.layer for mixer in mixers])
         probe.check_masks(model, name, first)
         latent_shapes = probe.probe_latents(model, first, len(shapes))
     verdict = check_architecture(model, name)
@@ -149,6 +172,14 @@ def _on_paged_kv(model: Any, name: str, original: str) -> LoadedModel:
         mixers=mixers,
         singly=verdict.singly,
     )
+
+
+def _layers_sent(model: Any, name: str, token: int) -> tuple[tuple[Mixer, ...], probe.LayerProbe]:
+    """Put a model's layers on paged KV, and run one token: the mixers, and what all layers send."""
+    use_paged_attention(model, name)
+    mixers = find_mixers(model, token, probe.ShapeProbe())
+    with mixing(mixers, None):
+        return mixers, probe.probe_layers(model, name, token, [mixer.layer for mixer in mixers])
 
 
 @contextmanager

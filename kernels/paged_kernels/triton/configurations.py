@@ -50,7 +50,6 @@ PLAIN = Features()
 # Instructions of a warp per byte of K and V that the loop of decode may take, by bytes per element. An H200 delivers
 # about 20 bytes per clock to each multiprocessor, which issues 4 instructions: above 0.2 instructions limit the speed.
 MOST_PER_BYTE = {2: 0.060, 1: 0.085}
-FEW_MOST_PER_BYTE = {4: 0.060, 8: 0.080}  # of 2 to 7 queries a row, by warps (`docs/kernel-speed.md`)
 SMALL = LaunchConfig(0, 0, 4, 3)  # Triton's defaults
 FULL = Features(window=True, softcap=True, sinks=True, alibi=True, lse=True)
 # Types of the arguments that point neither to queries nor to a cache, by name.
@@ -250,7 +249,7 @@ def short(shape: AttentionShape, queries: int, features: Features = PLAIN) -> It
         key = f"decode/{kind}{_name(shape, features)}/{constants['PATH']}/q{queries}/sm_{alike[0]}"
         made = configuration(key, triton_decode_kernel.decode_kernel, shape, constants, config)
         kv_bytes = config.tile * (shape.dk + (shape.rotary or shape.dv)) * shape.kv_dtype.itemsize
-        most = FEW_MOST_PER_BYTE[config.warps] if shape == _shape(128) and 1 < queries < 8 else 0.0
+        most = MOST_PER_BYTE[2] if shape == _shape(128) and 1 < queries < 8 else 0.0
         made = replace(made, kv_bytes=kv_bytes, most_per_byte=most)
         yield from _on(made, alike)
 

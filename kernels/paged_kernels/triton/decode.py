@@ -314,21 +314,14 @@ def decode_kernel(  # type: ignore[no-untyped-def]
             keys, values = keys + wide_row * K_BLOCK, values + wide_row * V_BLOCK
         top, total, acc, odd_acc = nothing_seen(ROWS, WIDE_PAD, PAIRS)
         my_table = table + wide_row * table_row
-        if TWICE:
-            whole = tl.minimum(tl.maximum(seen_by_all // TILE, begin), end)
+        whole = tl.minimum(tl.maximum(seen_by_all // TILE, begin), end) if TWICE else begin
+        for MASKED in tl.static_range(0 if TWICE else 1, 2):
             top, total, acc, odd_acc = scan_keys(
                 query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
-                begin, whole, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-                DK, DK_PAD, DV, DV_PAD, LATENT, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP,
-                HAS_ALIBI, FOLD, PAIRS, DOT_F32, LOG2E,
+                whole if MASKED else begin, end if MASKED else whole, length, scale, softcap, window,
+                K_BLOCK, K_SLOT, V_BLOCK, V_SLOT, DK, DK_PAD, DV, DV_PAD, LATENT, BLOCK_SIZE, TILE, PATH,
+                MASKED > 0, SHORT and MASKED > 0, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, FOLD, PAIRS, DOT_F32, LOG2E,
             )  # fmt: skip
-            begin = whole
-        top, total, acc, odd_acc = scan_keys(
-            query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
-            begin, end, length, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-            DK, DK_PAD, DV, DV_PAD, LATENT, BLOCK_SIZE, TILE, PATH, True, SHORT, HAS_WINDOW, HAS_SOFTCAP,
-            HAS_ALIBI, FOLD, PAIRS, DOT_F32, LOG2E,
-        )  # fmt: skip
 
         acc = joined(acc, odd_acc, PAIRS)
         wide = tl.arange(0, WIDE_PAD)
@@ -566,29 +559,22 @@ def shape_of(
 
 def launch_decode(launch: DecodeLaunch, out: torch.Tensor, lse: torch.Tensor, *, direct: bool) -> None:
     """Launch the first kernel. Rows of one part are written to `out` if `direct`, all others to the scratch buffers."""
-    q, scoring, shape, (table, lengths, bounds, tokens, _) = (
-        launch.q,
-        launch.scoring,
-        launch.shape,
-        launch.rows,
+    q, scoring, shape, rows = launch.q, launch.scoring, launch.shape, launch.rows
+    count, caches = (
+        len(rows.lengths),
+        [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)],
     )
-    count, caches = len(lengths), [shape.as_read(cache) for cache in (launch.key_cache, launch.value_cache)]
     parts = count * launch.splits if launch.splits else len(launch.parts.entries) // ENTRY
     constants = decode_constants(
-        shape,
-        launch.config,
-        launch.features,
-        splits=launch.splits,
-        direct=direct,
-        path=launch.path,
-        tokens=tokens,
-    )
+        shape, launch.config, launch.features,
+        splits=launch.splits, direct=direct, path=launch.path, tokens=rows.tokens,
+    )  # fmt: skip
     decode_kernel[(parts * shape.kv_heads * chunks_of(shape, launch.config),)](
-        q, *caches, table, lengths, launch.parts.entries, bounds,
+        q, *caches, rows.table, rows.lengths, launch.parts.entries, rows.bounds,
         or_any(scoring.sinks, q), or_any(scoring.alibi, q), out, lse, launch.part, launch.part_lse,
         scoring.scale * scoring.k_scale, scoring.softcap, scoring.v_scale, scoring.window, count,
         q.stride(0), q.stride(1), *(cache.stride(2) for cache in caches),
-        table.stride(0), out.stride(0), out.stride(1),
+        rows.table.stride(0), out.stride(0), out.stride(1),
         **constants, num_warps=launch.config.warps, num_stages=launch.config.stages,
     )  # fmt: skip
 

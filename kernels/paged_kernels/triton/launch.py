@@ -102,11 +102,12 @@ def decode_config(shape: AttentionShape, queries: int = 1, capability: int = 90)
     if _scalar(shape):
         return LaunchConfig(16 if rows >= 16 else _tile(shape), min(rows, 16), 4, 3)
     if queries > 1 and rows >= 128:
-        return prefill_config(shape, capability)
+        config = prefill_config(shape, capability)
+        # 128 keys spill in this kernel on sm_100
+        return config._replace(tile=64, stages=3) if config.tile == 128 and capability >= 100 else config
     wide = queries > 1 and warp_groups(capability) and shape.kv_dtype.itemsize == 2 and shape.row_bytes <= 256
-    rows = max(16, min(rows, 64 if wide else 32))
-    warps = 8 if queries > 1 and rows == 32 and capability >= 100 else 4  # with 4, the compiler spills there
-    return LaunchConfig(_tile(shape), rows, warps, 3)
+    rows = 64 if wide and rows >= 32 else max(16, min(rows, 32))  # products of a warp group take 64
+    return LaunchConfig(_tile(shape), rows, 4, 3)
 
 
 def _latent_config(shape: AttentionShape, queries: int, capability: int) -> LaunchConfig:
@@ -149,8 +150,7 @@ def prefix_config(shape: AttentionShape, rows: int, capability: int = 90) -> Lau
     packed, width = max(16, min(most, wanted)), padded(max(shape.dk, shape.dv))
     if _scalar(shape):
         return LaunchConfig(16, packed, 4, 3)
-    warps = 4 if width <= 128 and warp_groups(capability) else 8
-    return LaunchConfig(_tile(shape), packed, warps, _stages(width, capability))
+    return LaunchConfig(_tile(shape), packed, 4 if width <= 128 else 8, _stages(width, capability))
 
 
 def _stages(width: int, capability: int) -> int:

@@ -86,23 +86,16 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
         keys, values = key_cache + kv_head * k_head, value_cache + kv_head * v_head
         my_table = table + sequence.to(tl.int64) * table_row
         begin, end = length * 0, tl.cdiv(last_key, TILE)
+        masked_from = tl.maximum(tl.minimum(context + first_token + 1, last_key), 0) // TILE
         if HAS_WINDOW:
-            begin = tl.maximum(context + first_token - window + 1, 0) // TILE
-        else:
-            open_to_all = tl.maximum(tl.minimum(context + first_token + 1, last_key), 0) // TILE
+            masked_from = tl.maximum(context + first_token - window + 1, 0) // TILE
+        for MASKED in tl.static_range(1 if HAS_WINDOW else 0, 2):
             top, total, acc, odd_acc = scan_keys(
                 query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
-                begin, open_to_all, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-                DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH, False, False, False, HAS_SOFTCAP, HAS_ALIBI,
-                FOLD, PAIRS, DOT_F32, LOG2E,
+                masked_from if MASKED else begin, end if MASKED else masked_from, last_key, scale, softcap, window,
+                K_BLOCK, K_SLOT, V_BLOCK, V_SLOT, DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH,
+                MASKED > 0, MASKED > 0, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, FOLD, PAIRS, DOT_F32, LOG2E,
             )  # fmt: skip
-            begin = open_to_all
-        top, total, acc, odd_acc = scan_keys(
-            query, odd_query, power, asked, slope, keys, values, my_table, top, total, acc, odd_acc,
-            begin, end, last_key, scale, softcap, window, K_BLOCK, K_SLOT, V_BLOCK, V_SLOT,
-            DK, DK_PAD, DV, DV_PAD, False, BLOCK_SIZE, TILE, PATH, True, True, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI,
-            FOLD, PAIRS, DOT_F32, LOG2E,
-        )  # fmt: skip
         sink = tl.zeros([ROWS], tl.float32)
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32)

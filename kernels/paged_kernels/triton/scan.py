@@ -15,56 +15,66 @@ import triton.language as tl
 
 
 @triton.jit
-def block_ids(table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr):
-    """Blocks of a tile's keys before `limit`: one id for the tile, one per key, or none where KV is contiguous.
+def block_ids(
+    table, tile, limit, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr, MASKED: tl.constexpr
+):
+    """Blocks of a tile's keys before `limit`: one id for all, one per block or key, or none where KV is contiguous.
 
-    Entries after the end are garbage and are not read.
+    Entries after the end are garbage and are not read. Without MASKED no tile holds keys on both sides of `limit`.
     """
-    key = tl.arange(0, TILE)
     if PATH == "contiguous":
         return tile * 0
     elif PATH == "scalar":  # TILE divides BLOCK_SIZE
         return tl.load(table + tile * TILE // BLOCK_SIZE, mask=tile * TILE < limit, other=0)
-    elif TILE % BLOCK_SIZE == 0:  # the same as below, with a division that the compiler can do
-        entry = table + tile * (TILE // BLOCK_SIZE) + key // BLOCK_SIZE
-        return tl.load(entry, mask=tile * TILE + key < limit, other=0)
+    elif PATH == "blocks":
+        block = tl.arange(0, TILE // BLOCK_SIZE)
+        reached = tile * TILE + (block * BLOCK_SIZE if MASKED else tl.zeros([TILE // BLOCK_SIZE], tl.int32))
+        return tl.load(table + tile * (TILE // BLOCK_SIZE) + block, mask=reached < limit, other=0)
     else:
-        position = tile * TILE + key
+        position = tile * TILE + tl.arange(0, TILE)
         return tl.load(table + position // BLOCK_SIZE, mask=position < limit, other=0)
 
 
 @triton.jit
-def slot_offsets(
-    block,
-    tile,
-    BLOCK_STRIDE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    PATH: tl.constexpr,
-):
-    """Offsets of the tile's keys, int64 [TILE], relative to the head's first key."""
-    key = tl.arange(0, TILE)
-    if PATH == "contiguous":
-        return (tile * TILE + key).to(tl.int64) * SLOT_STRIDE
-    elif PATH == "scalar":
-        inner = tile * TILE % BLOCK_SIZE + key
-        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
-    elif TILE % BLOCK_SIZE == 0:
-        inner = key % BLOCK_SIZE
-        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
-    else:
-        inner = (tile * TILE + key) % BLOCK_SIZE
-        return block.to(tl.int64) * BLOCK_STRIDE + inner.to(tl.int64) * SLOT_STRIDE
+def of_keys(offset, STRIDE: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Multiples of STRIDE of blocks [TILE / BLOCK_SIZE, 1] or slots [1, BLOCK_SIZE], as [TILE, 1].
+
+    The compiler does not see through `reshape` what divides them. Without that, loads would be narrow.
+    """
+    offset = tl.reshape(tl.broadcast_to(offset, [TILE // BLOCK_SIZE, BLOCK_SIZE]), [TILE])
+    return tl.multiple_of(offset, STRIDE & -STRIDE)[:, None]
+
+
+@triton.jit
+def slots(STRIDE: tl.constexpr, COUNT: tl.constexpr):
+    """Offsets of slots [COUNT] from the first one: of 32 bits where they fit, which takes fewer instructions."""
+    return tl.arange(0, COUNT).to(tl.int64 if STRIDE * COUNT >= 2**31 else tl.int32) * STRIDE
 
 
 @triton.jit
 def load_tile(
-    cache, offset, inside, DIM: tl.constexpr, PAD: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr
-):
-    """Rows [TILE, PAD] of one head. Keys not `inside` read as 0, because NaN times a zero weight is NaN."""
-    column = tl.arange(0, PAD)
-    place = cache + offset[:, None] + column[None, :]
+    cache, block, tile, inside, BLOCK_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, DIM: tl.constexpr,
+    PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PATH: tl.constexpr, MASKED: tl.constexpr,
+    SPARE: tl.constexpr,
+):  # fmt: skip
+    """Rows [TILE, PAD] of one head. Keys not `inside` read as 0, because NaN times a zero weight is NaN.
+
+    What is the same for all tiles is added to the cache's address first: once, before the loop. It takes registers, so
+    it is not done where none are to SPARE.
+    """
+    key, column = tl.arange(0, TILE), tl.arange(0, PAD)
+    wide = block.to(tl.int64) * BLOCK_STRIDE
+    if PATH == "contiguous":
+        place = cache + ((tile * TILE + key).to(tl.int64) * SLOT_STRIDE)[:, None] + column[None, :]
+    elif PATH == "blocks":
+        slot = of_keys(slots(SLOT_STRIDE, BLOCK_SIZE)[None, :], SLOT_STRIDE, BLOCK_SIZE, TILE)
+        place = cache + column[None, :] + slot + of_keys(wide[:, None], BLOCK_STRIDE, BLOCK_SIZE, TILE)
+    elif PATH == "scalar" and SPARE:
+        wide += tl.full([], tile * TILE % BLOCK_SIZE, tl.int64) * SLOT_STRIDE
+        place = cache + wide + (slots(SLOT_STRIDE, TILE)[:, None] + column[None, :])
+    else:
+        inner = tile * TILE % BLOCK_SIZE + key if PATH == "scalar" else (tile * TILE + key) % BLOCK_SIZE
+        place = cache + (wide + inner.to(tl.int64) * SLOT_STRIDE)[:, None] + column[None, :]
     real = (column < DIM)[None, :]
     if MASKED and PAD == DIM:
         return tl.load(place, mask=inside[:, None], other=0.0)
@@ -221,18 +231,33 @@ def scan_keys(
     """
     EACH: tl.constexpr = 2 if PAIRS != "" else 1  # numbers per element that is loaded
     factor = power * (scale * LOG2E)
-    block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, PATH)
+    ROWS: tl.constexpr = query.shape[0]
+    # Sums of 32 x 512 leave no registers to spare. Nor does the compiler where no matrix instruction takes products.
+    SPARE: tl.constexpr = query.dtype != tl.float32 and (not LATENT or ROWS != 32)
+    # Warps share the rows of a small tile. So each thread adds up what it sees, and they meet behind the loop.
+    APART: tl.constexpr = SPARE and PAIRS == "" and ROWS <= 32
+    BLOCKS: tl.constexpr = PATH == "vector" and BLOCK_SIZE > 1 and TILE % BLOCK_SIZE == 0
+    HOW: tl.constexpr = "blocks" if BLOCKS else PATH
+    if APART:
+        total = tl.zeros([ROWS, TILE], tl.float32) + total[:, None] / TILE
+    if BLOCKS and not MASKED:
+        limit = end * TILE
+    block = block_ids(table, begin, limit, BLOCK_SIZE, TILE, HOW, MASKED)
     for tile in range(begin, end):
-        ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, PATH)
+        ahead = block_ids(table, tile + 1, limit, BLOCK_SIZE, TILE, HOW, MASKED)
         position = tile * TILE + tl.arange(0, TILE)
         inside = position < limit
         if HAS_WINDOW:  # keys that no row may see are not loaded: their block may be freed
             inside = inside & (position > tl.min(asked, 0) - window)
-        k_place = slot_offsets(block, tile, K_BLOCK, K_SLOT, BLOCK_SIZE, TILE, PATH)
-        v_place = slot_offsets(block, tile, V_BLOCK, V_SLOT, BLOCK_SIZE, TILE, PATH)
-        k = load_tile(keys, k_place, inside, DK // EACH, DK_PAD // EACH, MASKED, TILE)
-        v = load_tile(values, v_place, inside, DV // EACH, DV_PAD // EACH, MASKED, TILE)
-        scores = tl.zeros([query.shape[0], TILE], tl.float32)
+        k = load_tile(
+            keys, block, tile, inside, K_BLOCK, K_SLOT, DK // EACH, DK_PAD // EACH,
+            BLOCK_SIZE, TILE, HOW, MASKED, SPARE,
+        )  # fmt: skip
+        v = load_tile(
+            values, block, tile, inside, V_BLOCK, V_SLOT, DV // EACH, DV_PAD // EACH,
+            BLOCK_SIZE, TILE, HOW, MASKED, SPARE,
+        )  # fmt: skip
+        scores = tl.zeros([ROWS, TILE], tl.float32)
         if PAIRS != "":
             k, odd_k = widened(k, PAIRS, DOT_F32)
             scores = matmul(odd_query, tl.trans(odd_k), scores, DOT_F32)
@@ -246,7 +271,7 @@ def scan_keys(
             scores = scores * factor[:, None]
         if HAS_ALIBI:
             scores += slope[:, None] * (position[None, :] - asked[:, None]) * LOG2E
-        if MASKED:
+        if MASKED and not (CAUSAL and SPARE):  # nobody asks from `limit` on: CAUSAL hides these keys too
             scores = tl.where(inside[None, :], scores, float("-inf"))
         if CAUSAL:
             scores = tl.where(position[None, :] <= asked[:, None], scores, float("-inf"))
@@ -262,13 +287,15 @@ def scan_keys(
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weight = tl.exp2(scores - base[:, None])
         keep = tl.exp2(top - base)
-        total = total * keep + tl.sum(weight, 1)
+        total = total * keep[:, None] + weight if APART else total * keep + tl.sum(weight, 1)
         if PAIRS != "":
             v, odd_v = widened(v, PAIRS, DOT_F32)
             odd_acc = matmul(weight.to(query.dtype), odd_v, odd_acc * keep[:, None], DOT_F32)
         acc = matmul(weight.to(query.dtype), v, acc * keep[:, None], DOT_F32)
         top = higher
         block = ahead
+    if APART:
+        total = tl.sum(total, 1)
     return top, total, acc, odd_acc
 
 

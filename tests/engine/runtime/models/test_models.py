@@ -310,11 +310,22 @@ def test_a_named_backend_that_cannot_run_here_is_refused_before_weights_are_read
         llm.LLM(ModelSpec(layers=1), backend="triton", device="cpu", pool_tokens=64)
 
 
-def test_layers_that_the_named_triton_kernels_do_not_serve_are_refused(monkeypatch):
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@pytest.mark.parametrize("kind", ["gemma4_text", "llama"])
+def test_layers_that_no_triton_kernel_serves_are_refused_before_weights_are_read(
+    monkeypatch, tmp_path, kind, capability
+):
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig
+
     from engine.runtime.llm import LLM
     from paged_kernels import BackendUnavailableError
 
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    wide = ModelSpec(layers=1, hidden=64, heads=2, kv_heads=1, head_dim=512, vocab=64)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2}
+    wide = {"head_dim": 256, "global_head_dim": 512} if kind == "gemma4_text" else {"head_dim": 512}
+    AutoConfig.for_model(kind, **sizes, **wide, intermediate_size=64, vocab_size=64).save_pretrained(tmp_path)
+    save_file({"no weight of it": torch.zeros(1)}, tmp_path / "model.safetensors")
     with pytest.raises(BackendUnavailableError, match="serves a head_dim up to 256, not 512"):
-        LLM(wide, backend="triton", pool_tokens=64)
+        LLM(tmp_path, backend="triton", device="cuda", pool_tokens=64)
