@@ -146,9 +146,11 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
         if better := _better(advice.effects):
             tell("the flags that help, together")
             more = answer.value.mean * (1 + PRECISION)
+            with_them = None
             if case.run(better, rate=more).met:
                 with_them = highest_rate(case, 1, PRECISION, lambda _: None, better, more, bounds=False)
-                advice.answers.append(_gain(better, answer, with_them))
+            advice.answers.append(_gain(better, answer, with_them))
+            if with_them is not None:
                 answer, changes = with_them, better
     tell("what the device leaves open")
     advice.answer = answer = with_bounds(case, answer, changes)
@@ -294,8 +296,8 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
         if trial.met:
             advice.answers.append(f"A device that would do for requests alone: {name}.")
             return
-    tried = ", ".join(name for name, _ in _devices(case.config))
-    advice.answers.append(f"No device that was tried would do: {tried}.")
+    tried = (name for name, _ in _devices(case.config))
+    advice.answers.append(f"No device that was tried would do: {', '.join(tried)}.")
 
 
 def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
@@ -390,8 +392,7 @@ def matters(advice: Advice) -> str:
     if not by_key:
         names = ", ".join(tried)
         return f"No flag matters here: {names} change the worst figure by less than 5 % {advice.where}."
-    first = list(by_key.values())[:2]
-    said = [f"{one} makes the worst figure {_times(one)}" for one in first]
+    said = [f"{one} makes the worst figure {_times(one)}" for one in list(by_key.values())[:2]]
     others = [name for name in tried if name not in {flag(one.key) for one in by_key.values()}]
     rest = f"; {', '.join(others)} change nothing" if others else ""
     return f"What matters most, {advice.where}: {' and '.join(said)}{rest}."
@@ -403,10 +404,12 @@ def _times(one: FlagEffect) -> str:
     return f"{one.worse:.2g} times as large"
 
 
-def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer) -> str:
+def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer | None) -> str:
+    names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
+    if after is None:
+        return f"With {names} figures are better where the SLO breaks, and the rate is not clearly higher."
     assert before.value is not None
     assert after.value is not None
-    names = ", ".join(f"{flag(key)}={value}" for key, value in better.items())
     return f"With {names} the rate is {after.value.mean:.3g} instead of {before.value.mean:.3g} requests/s."
 
 

@@ -360,12 +360,10 @@ class LoadCase:
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, self._wanted_s(trial))
-        if (
-            trial.growth and lasting
-        ):  # of the queue, or of the trace's own load, which begins anew with each copy
-            more = max(
-                more, min(_TO_SHOW_GROWTH * copies, max(_TO_SHOW_GROWTH, self.most // len(trace.requests)))
-            )
+        # growth of the queue, or of the trace's own load, which begins anew with each copy
+        if trial.growth and lasting:
+            often = max(_TO_SHOW_GROWTH, self.most // len(trace.requests))
+            more = max(more, min(_TO_SHOW_GROWTH * copies, often))
         if more > copies and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
         return self._kept(trial)

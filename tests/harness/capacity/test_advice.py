@@ -192,6 +192,29 @@ def test_flags_that_change_nothing_keep_their_values(tmp_path: Path) -> None:
     assert (config.scheduler, config.cache) == (case.config.scheduler, case.config.cache)
 
 
+def test_flags_that_help_where_the_slo_breaks_and_do_not_raise_the_rate_are_named(tmp_path: Path) -> None:
+    """Nothing of the table is without a word: what makes the worst figure smaller is taken, or it says why not."""
+    draw, file = np.random.default_rng(5), tmp_path / "trace.jsonl"
+    times = np.cumsum(draw.exponential(1, 400))
+    rows = [
+        {"arrival_s": round(at, 6), "prompt_tokens": prompt, "output_tokens": output}
+        for at, prompt, output in zip(
+            times.tolist(),
+            draw.integers(200, 1500, 400).tolist(),
+            draw.integers(20, 300, 400).tolist(),
+            strict=True,
+        )
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    case = replace(case_of(file, slo="ttft_p99<2,tpot_mean<0.2"), requests=4000, made=[])
+    advice = advise(case, lambda what: None)
+    helps = {str(one) for one in advice.effects if one.worse < 0.95}
+    assert helps
+    said = [text for text in advice.answers if "the rate is" in text and "simulated" not in text]
+    assert len(said) == 1
+    assert any(one in said[0] for one in helps)
+
+
 def test_more_replicas_are_advised_where_one_does_not_hold_the_rate_of_the_trace(tmp_path: Path) -> None:
     advice = advice_of(write(tmp_path, 0, 4000, 20, 60, 0.09))
     assert advice.config is not None
