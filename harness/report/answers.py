@@ -382,7 +382,8 @@ def _not_found(records: Sequence[PointRecord], hits: float) -> str:
     if not shared or not most:
         return ""
     ends, lost = median(shared) - median(most), median(most) - hits
-    return f" ({100 * ends:.1f} % fill no block, {100 * max(0.0, lost):.1f} % were not in the pool)"
+    gone = f", {100 * lost:.1f} % were not in the pool" if lost >= 0.0005 else ""
+    return f" ({100 * ends:.1f} % fill no block{gone})"
 
 
 def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice | None]:

@@ -252,8 +252,9 @@ def pace_lines(records: Sequence[PointRecord]) -> list[str]:
     where = numbered(len(paced), "point")
     if all(pace.get("by") == "yardstick" for _, pace in paced):
         since = " or the ".join(sorted({str(pace.get("since", "calibration")) for _, pace in paced}))
+        since = since if since.startswith("calibration") else f"the {since}"
         return [
-            f"Pace: during the runs the core took {ratio:.2f} times as long as at {_the(since)} (a yardstick between "
+            f"Pace: during the runs the core took {ratio:.2f} times as long as at {since} (a yardstick between "
             f"the steps: {low:.2f} to {high:.2f}, {where}). Measured times are divided by the pace beside "
             f"them{_worth(paced)}."
         ]
@@ -261,10 +262,6 @@ def pace_lines(records: Sequence[PointRecord]) -> list[str]:
         f"Pace: during the runs the device took {ratio:.2f} times as long as at calibration (probes from {low:.2f} to "
         f"{high:.2f}, {where}), and the prediction was scaled by it{_worth(paced)}."
     ]
-
-
-def _the(since: str) -> str:
-    return since if since.startswith("calibration") else f"the {since}"
 
 
 def _worth(paced: Sequence[tuple[PointRecord, Mapping[str, Any]]]) -> str:

@@ -214,9 +214,8 @@ def _write_wide(folder: Path, heads: Any, rows: SummaryRows) -> None:
             }
             own = heads.slice(place, table.num_rows)
             place += table.num_rows
-            whole = pa.table(
-                [*own.columns, *figures.values()], [*own.column_names, *map(_plain_column, figures)]
-            )
+            names = (each.removeprefix("comparison.").removesuffix(".simulated") for each in figures)
+            whole = pa.table([*own.columns, *figures.values()], [*own.column_names, *names])
             writer = writer or CSVWriter(file.buffer, whole.schema)
             writer.write_table(whole)
 
@@ -224,10 +223,6 @@ def _write_wide(folder: Path, heads: Any, rows: SummaryRows) -> None:
 def _is_figure(column: Any) -> bool:
     section, _, name = column.name.partition(".")
     return section == "comparison" and name.rpartition(".")[2] in VALUES and str(column.type) != "null"
-
-
-def _plain_column(column: str) -> str:
-    return column.removeprefix("comparison.").removesuffix(".simulated")
 
 
 def _figure_files(picture: style.Picture, *, pdf: bool = True) -> dict[str, bytes]:
@@ -319,11 +314,9 @@ class FigureChoice:
         parts = [self.x, *(f"{key}" for key in (self.hue, self.col) if key)]
         parts += [f"{key}={value}" for key, value in self.where.items()]
         parts += () if tuple(self.metrics) == curves.SHOWN else self.metrics
-        return "chosen_" + "_".join("".join(_plain_sign(sign) for sign in part) for part in parts)
-
-
-def _plain_sign(sign: str) -> str:
-    return sign if sign.isalnum() or sign in "=-" else "_"
+        return "chosen_" + "".join(
+            sign if sign.isalnum() or sign in "=-_" else "_" for sign in "_".join(parts)
+        )
 
 
 def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | None = None) -> list[Path]:

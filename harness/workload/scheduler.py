@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec
 from engine.core.options import CachePolicy, Eviction, Sharing
 from engine.core.policies import Policies
 from engine.core.scheduling.scheduler import Scheduler
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, UserError
 from harness.config.schema import ReplayConfig
 from harness.replay.memory import MemoryObserver, memory_observers
 from harness.workload.deployment import Deployment
@@ -183,7 +184,24 @@ def _user_policy(key: str, name: str | None) -> Any:
         instance = getattr(import_module(module), cls)()
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
-    missing = [method for method in _METHODS[key] if not callable(getattr(instance, method, None))]
+    needed = (*_METHODS[key], *(["facts"] if key == "cache.eviction" else []))
+    missing = [each for each in needed if not hasattr(instance, each)]
     if missing:
         raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
+    guarded = {each: _guarded(key, name, getattr(type(instance), each)) for each in _METHODS[key]}
+    instance.__class__ = type(cls, (type(instance),), {"__slots__": (), **guarded})
     return instance
+
+
+def _guarded(key: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of the user's class that gets lists of its own; what goes wrong in it is told by its name."""
+
+    def call(*arguments: Any) -> Any:
+        try:
+            found = method(*([*each] if isinstance(each, list) else each for each in arguments))
+            return [*map(index, found)] if method.__name__ == "pop" else found
+        except Exception as error:
+            failed = f"{key}: '{name}' has failed in {method.__name__}: {type(error).__name__}: {error}"
+            raise UserError(failed) from error
+
+    return call

@@ -152,18 +152,14 @@ def _obstacle(point: Point) -> str | None:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
     if point.workload.traffic.client != OPEN:
         return "the trace's client holds requests back"
-    if point.replay.mode is ReplayMode.sessions and _waits_for_later(point.trace.requests):
+    waits = _places_before(point.trace.requests) if point.replay.mode is ReplayMode.sessions else []
+    if any(max(before, default=-1) >= index for index, before in enumerate(waits)):  # it may never be sent
         return "turns wait for later ones"
     if point.deployment.cache.tier_tokens and point.deployment.copies_tiers:
         return "the engine copies what its tier has, which is a part of single steps"
     if (grouping := _grouping(point)) and (reason := grouping.obstacle()):
         return reason
     return next((reason for _, reason in obstacles(point.asked, Way.compiled)), None)
-
-
-def _waits_for_later(rows: Sequence[TraceRequest]) -> bool:
-    """Whether a turn comes before one that it waits for, so that it may never be sent."""
-    return any(max(before, default=-1) >= index for index, before in enumerate(_places_before(rows)))
 
 
 def _named_blocks(point: Point) -> BlockNames | None:

@@ -88,19 +88,16 @@ class HashIndex:
                 del first[block_hash]
             return
         for block_hash, block in zip(hashes, blocks, strict=True):
-            self._drop_one(block_hash, block)
-
-    def _drop_one(self, block_hash: BlockHash, block: int) -> None:
-        others = self._others.get(block_hash)
-        if others is None:
-            del self._first[block_hash]
-            return
-        if self._first[block_hash] == block:
-            self._first[block_hash] = others.pop(0)
-        else:
-            others.remove(block)
-        if not others:
-            del self._others[block_hash]
+            others = self._others.get(block_hash)
+            if others is None:
+                del first[block_hash]
+                continue
+            if first[block_hash] == block:
+                first[block_hash] = others.pop(0)
+            else:
+                others.remove(block)
+            if not others:
+                del self._others[block_hash]
 
     def first(self, block_hash: BlockHash) -> int | None:
         """The block that was added first under `block_hash`, or None."""
@@ -393,12 +390,6 @@ class BlockPool:
 
         Raises CoreError, and changes nothing, if a block has a hash already or no reference.
         """
-        self._set_hashes(blocks, hashes)
-        self._index.add(hashes, blocks)
-        if self.events is not None and hashes and type(hashes[0]) is not int:
-            self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
-
-    def _set_hashes(self, blocks: Sequence[int], hashes: Sequence[BlockHash]) -> None:
         refs, hash_of = self._refs, self._hash_of
         if len(hashes) != len(blocks):
             raise CoreError(f"{len(blocks)} blocks were given with {len(hashes)} hashes")
@@ -410,6 +401,9 @@ class BlockPool:
             )
         for block, block_hash in zip(blocks, hashes, strict=True):
             hash_of[block] = block_hash
+        self._index.add(hashes, blocks)
+        if self.events is not None and hashes and type(hashes[0]) is not int:
+            self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
 
     def uncache(self, blocks: Sequence[int]) -> None:
         """Remove the hashes of blocks that are about to be rewritten. Blocks without a hash are left as they are.

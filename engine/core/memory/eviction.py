@@ -130,8 +130,6 @@ class LruQueue(EvictionPolicy):
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Mark the oldest entry of each of `queued`, which are different, as stale."""
-        if not queued:
-            return
         if self._stale.keys().isdisjoint(queued):
             self._stale.update(dict.fromkeys(queued, 1))
         else:
@@ -149,8 +147,7 @@ class LruQueue(EvictionPolicy):
 
         Raises OutOfBlocksError, and changes nothing, if the queue has fewer than `count` blocks.
         """
-        if count > self._size:
-            self.check_count(count)
+        self.check_count(count)
         victims: list[int] = []
         while len(victims) < count:
             run = self._runs[0]
@@ -224,8 +221,7 @@ class EvictionOrder(EvictionPolicy):
     def pop(self, count: int) -> list[int]:
         """Remove and return the next `count` pages to evict."""
         victims = list(islice(self, count))
-        for page in victims:
-            self.remove(page)
+        self.reuse((), victims)
         return victims
 
     def blocks(self) -> list[int]:

@@ -191,9 +191,10 @@ class KeyedQueue(EvictionPolicy):
             self._runs += 1
             self._run_of.update(zip(blocks, repeat(self._runs)))
             run, keys = list[_Entry](), self.keys(blocks, table)
-            run += zip(reversed(keys), repeat(self._runs), count(), reversed(blocks), repeat(run))
-            run.sort(reverse=True)
-            heappush(self._heap, run.pop())
+            if len(blocks) > 1:
+                run += zip(reversed(keys), repeat(self._runs), count(), reversed(blocks), repeat(run))
+                run.sort(reverse=True)
+            heappush(self._heap, run.pop() if run else (keys[0], self._runs, 0, blocks[0], run))
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""

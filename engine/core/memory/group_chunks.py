@@ -242,9 +242,6 @@ class ChunkPages:
         for chunk in dict.fromkeys(self._chunk(group, page) for page in pages):
             self._close_if_empty(group, chunk)
 
-    def _idled(self, group: int, pages: Sequence[int]) -> None:
-        self._leave(group, pages)
-
     def _leave(self, group: int, pages: Sequence[int]) -> None:
         """Pages have lost their references; a chunk whose last one goes is idle from now on."""
         for page in pages:
@@ -387,7 +384,7 @@ class ChunkPages:
         cached = [page for page in gone if page in self._keys]
         self.cached[group] += len(cached)
         self.orders[group].push(cached)
-        self._idled(group, cached)
+        self._leave(group, cached)
         empty = [page for page in gone if page not in self._keys]
         self._voided += empty
         self._emptied(group, empty)

@@ -10,6 +10,7 @@ import pytest
 from point_cases import azure_file, small_config, with_trace
 from tiers import cases
 
+from engine.core.memory.eviction import LruQueue, Released
 from engine.core.options import (
     CachePolicy,
     Eviction,
@@ -21,7 +22,7 @@ from engine.core.options import (
     Scheduling,
 )
 from harness.config.checks import check_config
-from harness.config.errors import ConfigError
+from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DecodingMode, RunConfig, SchedulerConfig, TraceFormat
 from harness.point import run_point
 from harness.workload.deployment import limits_of
@@ -164,3 +165,61 @@ def test_every_scheduler_option_of_the_configuration_reaches_the_scheduler(optio
     assert other != default
     setattr(config, option.name, other)
     assert getattr(limits_of(config, 100), option.name) == other
+
+
+class Raising(LruQueue):
+    """Fails in the method that `at` names, or spoils what it is given."""
+
+    at = ""
+
+    def push(self, blocks: list[int], table: Released) -> None:
+        super().push(blocks, table)
+        if self.at == "spoils":
+            blocks.clear()
+        if self.at == "push":
+            raise KeyError("lost")
+
+    def pop(self, count: int) -> list[int]:
+        found = super().pop(count)
+        return {"pop": None, "words": [str(each) for each in found]}.get(self.at, found)
+
+
+class NoFacts(LruQueue):
+    def __init__(self) -> None:
+        """Forgets that of its base."""
+
+
+@pytest.mark.parametrize(
+    ("at", "said"),
+    [
+        ("push", "has failed in push: KeyError: 'lost'"),
+        ("pop", "has failed in pop: TypeError: 'NoneType' object is not iterable"),
+        ("words", "has failed in pop: TypeError: 'str' object cannot be interpreted as an integer"),
+    ],
+)
+def test_an_error_in_a_rule_of_ones_own_is_told_by_its_name(
+    at: str, said: str, config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Raising, "at", at)
+    config.cache.eviction = f"{__name__}:Raising"
+    with pytest.raises(UserError, match=f"cache.eviction: '{__name__}:Raising' {said}") as caught:
+        run_point(config)
+    causes = [error := caught.value]
+    while error.__cause__ is not None:
+        causes.append(error := error.__cause__)
+    assert type(causes[-1]) is (KeyError if at == "push" else TypeError)
+
+
+def test_a_rule_of_ones_own_can_spoil_its_copy_alone(
+    config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.cache.eviction = f"{__name__}:Raising"
+    plain = run_point(config).record.simulated
+    monkeypatch.setattr(Raising, "at", "spoils")
+    assert run_point(config).record.simulated == plain
+
+
+def test_a_rule_of_ones_own_without_facts_is_refused(config: RunConfig) -> None:
+    config.cache.eviction = f"{__name__}:NoFacts"
+    with pytest.raises(ConfigError, match="lacks facts"):
+        eviction_policy(resolve(config).deployment)
