@@ -192,9 +192,12 @@ def _matched(count: int) -> str:
 
 
 def _settings(study: Study, axes: Axes) -> Iterator[Answer]:
-    """The best value of each swept number that no other answer is about; the block size first."""
+    """The best value of each swept number that no other answer is about, or of each swept name where no number was
+    swept; the block size first.
+    """
     told = {SHARE, BEAMS, SAMPLES, RATE}
-    for key in sorted(set(axes.numeric) - told, key=lambda key: (key != BLOCK, list(axes.values).index(key))):
+    keys = set(axes.numeric or axes.values) - told
+    for key in sorted(keys, key=lambda key: (key != BLOCK, list(axes.values).index(key))):
         records = [r for r in study.records if r.policy == "paged"] if key == BLOCK else study.records
         groups = matched(records, axes, free=[key])
         if any(combinations(group, 2) for group in groups):
@@ -204,7 +207,8 @@ def _settings(study: Study, axes: Axes) -> Iterator[Answer]:
 def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> Answer:
     pairs = [pair for group in groups for pair in combinations(group, 2)]
     name = short_label(key).capitalize()
-    figure, question = "curve_" + key.replace(".", "_"), f"Which {short_label(key)} is best?"
+    is_named, question = isinstance(groups[0][0].setting(key), str), f"Which {short_label(key)} is best?"
+    figure = "tradeoff" if is_named else "curve_" + key.replace(".", "_")
     caution = study.block_size_caution if key == BLOCK and not study.measured else ""
     if key == BLOCK and study.block_size_unpriced and not study.measured:
         wastes = _waste(groups)

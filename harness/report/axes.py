@@ -36,6 +36,7 @@ LABELS: Mapping[str, str] = {
     "trace.name": "trace",
     "device.tensor_parallel": "tensor parallel",
     "cache.block_size": "block size (tokens)",
+    "cache.eviction": "rule of eviction",
     "cache.pool_tokens": "pool (KV slots)",
     "workload.prefix_share": "shared prompt tokens (share)",
     "workload.request_rate": "request rate (1/s)",

@@ -3,7 +3,7 @@
 "use strict";
 (() => {
   const NS = "http://www.w3.org/2000/svg";
-  const COLOURS = ["#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9"];
+  const COLOURS = ["#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#949494", "#56b4e9", "#ece133", "#000000"];
   const create = (name, facts, parent, text) => {
     const one = document.createElementNS(NS, name);
     for (const key in facts) one.setAttribute(key, facts[key]);
@@ -92,8 +92,8 @@
   let zoom = null, shown = null;  // the ranges asked for, and those of the chart as it stands
   const again = () => { zoom = null; draw(); };
   const startX = settings.find(([value]) => swept.find((one) => "a:" + one.key === value).values.every((v) => typeof v === "number"));
-  const x = choose("x", "x axis", [...settings, ...names], startX ? startX[0] : "m:" + data.metrics[0].name, again);
-  const y = choose("y", "y axis", names, names[0][0], again);
+  const x = choose("x", "x axis", [...settings, ...names], (startX || settings[0] || ["m:" + data.metrics[0].name])[0], again);
+  const y = choose("y", "y axis", names, (names.find(([value]) => value !== x.value) || names[0])[0], again);
   const colour = choose("colour", "colour by", [["", "none"], ...settings], has("a:cache.policy") ? "a:cache.policy" : (settings[0] || [""])[0], again);
   const held = swept.map((one) => [one, choose(one.label, "hold " + one.label, [["", "all"], ...one.values.map((v) => [String(v), String(v)])], "", again)]);
   html("button", { type: "button", onclick: again }, controls, "Reset zoom");

@@ -247,9 +247,8 @@ class Tiers:
     @property
     def host_blocks(self) -> int:
         """Host memory of the first tier's copies, in blocks."""
-        if self._copies is None:
-            return 0
-        return (self.tiers[0].spec.units + self._copies.spare) * self.chunk
+        spare = None if self._copies is None else self._copies.spare
+        return 0 if spare is None else (self.tiers[0].spec.units + spare) * self.chunk
 
     def _units(self, keys: Sequence[BlockHash], request: Request) -> list[Unit]:
         """The whole units of a prefix."""

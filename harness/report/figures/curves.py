@@ -103,9 +103,7 @@ def draw_overview(study: Study, axes: Axes, *, narrow: bool = False) -> Picture:
     name = "overview_narrow" if narrow else "overview"
     key = next(iter(sorted(axes.numeric, key=lambda key: key != BLOCK)), None)
     if key is None:
-        return Missing(
-            name, "No number was swept. Give one several values, for example cache.block_size=8,16,32."
-        )
+        return Missing(name, "No number was swept: the choices above and the points below compare the rest.")
     first = layout_of(axes, key)
     layout = replace(first, metrics=OVERVIEW, across=not narrow, width_in=COLUMN_IN if narrow else PAGE_IN)
     return draw(study, axes, layout, name=name, baselines=False)

@@ -209,3 +209,11 @@ def test_the_free_share_of_the_pool_is_a_range_where_points_differ(records, shar
             if row["metric"] == "free_share":
                 row["measured"] = shares[number % len(shares)]
     assert f"{words} of the pool's slots were free, time-weighted." in study.text("load")
+
+
+def test_where_names_alone_are_swept_the_best_one_is_a_choice(tmp_path):
+    study = Changed(
+        read_study(write_store(tmp_path, grid({"cache.eviction": ("gdsf", "lru", "ttl")}))).records
+    )
+    choice = study.choice("cache.eviction")
+    assert (choice.setting, choice.value) == ("Rule of eviction", "any")
