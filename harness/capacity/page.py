@@ -115,10 +115,12 @@ def answer_text(case: LoadCase, answer: CapacityAnswer) -> str:
     """The answer in words, with its interval."""
     if answer.value is None:
         return f"{answer.question}: none; {answer.reason}"
-    if answer.question == RATE:
-        text = rate_text(case, answer)
-        return f"{text} {breaks_first(case, answer.bad)}" if answer.bad else text
     value = answer.value
+    if answer.question == RATE:
+        text = rate_text(case, answer) + (
+            " Of the first seed:" if answer.bad and len(value.values) > 1 else ""
+        )
+        return f"{text} {breaks_first(case, answer.bad)}" if answer.bad else text
     text = f"{answer.question}: {value.mean:,.4g} {answer.unit}{_interval(value)}"
     return f"{text}; {answer.reason}" if answer.reason else text
 

@@ -389,6 +389,7 @@ def test_the_command_finds_writes_and_prints(
     assert code == 0
     assert said.startswith("Simulated: all 30 requests")
     assert "The SLO (ttft_p99 ≤ 0.04 s) holds up to" in said
+    assert " Of the first seed: What breaks first, at " in said or " Of the first seed: When the load" in said
     assert (tmp_path / "cap" / "capacity.html").exists()
 
 
