@@ -3,6 +3,7 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,11 +100,12 @@ def write_study(study: CapacityStudy, folder: Path) -> Path:
     """Write `capacity.html` and its files; returns the page's path. Raises StoreError where it cannot be written."""
     with style():
         figure = draw(study.shown, study.case, study.answer, study.axis)
-        svg, png = svg_bytes(figure, "capacity"), _png(figure)
+        svg, png = svg_bytes(figure, "capacity"), BytesIO()
+        figure.savefig(png, format="png", dpi=150, metadata={"Software": "PageTwin"})
     files = {
         "capacity.html": _page(study, svg).encode(),
         "capacity.svg": svg,
-        "capacity.png": png,
+        "capacity.png": png.getvalue(),
         "capacity.csv": _csv(study.case).encode(),
         "capacity.json": json.dumps(_document(study), indent=1).encode(),
     }
@@ -185,14 +187,6 @@ def _page(study: CapacityStudy, svg: bytes) -> str:
 def rate_words(rate: Estimate | None) -> str:
     """A rate with its interval."""
     return f"{rate.mean:,.4g} requests/s{_interval(rate)}" if rate else "no edge found"
-
-
-def _png(figure: Any) -> bytes:
-    import io
-
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=150, metadata={"Software": "PageTwin"})
-    return buffer.getvalue()
 
 
 def _csv(case: LoadCase) -> str:
