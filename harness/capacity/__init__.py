@@ -316,7 +316,10 @@ class _RateSearch:
         if most < HIGHEST_RATE:
             known[most] = Figure(False, inf)
         low = min((case.rate or 1.0) * SLOWEST, start)
-        return highest(figure, start, precision=self.precision, low=low, high=HIGHEST_RATE, known=known)
+        # changes that meet the SLO at the start, just above the rate without them, often raise it by little more
+        factor = 1 + self.precision if self.changes and start in known else _FIRST_FACTOR
+        search = partial(highest, precision=self.precision, low=low, high=HIGHEST_RATE, factor=factor)
+        return search(figure, start, known=known)
 
 
 @dataclass(frozen=True)
