@@ -7,6 +7,7 @@ own where that is worth it; a recorded trace has one draw. `advice` searches the
 
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -137,13 +138,7 @@ def smallest(meets: Callable[[int], bool], *, start: int, high: int) -> int | No
                 return None
             value *= 2
         low, high = value + 1, min(2 * value, high)
-    while low < high:
-        middle = (low + high) // 2
-        if meets(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return high
+    return low + bisect_left(range(low, high), True, key=meets)
 
 
 @dataclass(frozen=True, slots=True)
