@@ -64,11 +64,13 @@ def highest(
     high: float,
     factor: float = _FIRST_FACTOR,
     steep: float = 0.0,
+    flat: float = 1.0,
     known: Mapping[float, Figure] | None = None,
 ) -> Edge:
     """Search the highest value that meets the SLO; `known` are answers of before.
 
-    Where the worst figure is known to grow with the power `steep` of the value, one near its bound tells the edge.
+    Where the worst figure is known to grow with the power `steep` of the value at the edge, one near its bound and
+    above `flat` times it tells the edge. Below the bound it may grow more slowly: then the edge is higher than told.
 
     Each value is taken from where the edge is guessed (`_guess`). Where nothing can be guessed, or a guess was wrong,
     the value is raised or lowered by `factor`, each time by the square of the one before, until both kinds are seen,
@@ -101,7 +103,8 @@ def highest(
         value = min(max(value, low), high)
         one = tried[value] = figure(value)
         was_wrong = guess is not None and one.met != (value <= guess)
-        if steep and not one.served and 1 / _NEAR < one.worst < _NEAR:
+        near = min(_NEAR, step**steep)
+        if not one.served and max(flat, 1 / near) < one.worst < near:
             edge = value / one.worst ** (1 / steep)
             return Edge(edge / step**0.5, edge * step**0.5)
 
@@ -250,7 +253,7 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
         steep = log(bad.worst(case.slo) / good.worst(case.slo)) / log((bad.rate or inf) / (good.rate or inf))
     search = partial(highest, precision=_END, factor=1 + _END, steep=steep)
     at_slow, at_fast = (partial(_figure, case, changes, 0, end) for end in ("slow", "fast"))
-    slow = search(at_slow, rate * _SLOW, low=rate / _FURTHEST, high=rate)
+    slow = search(at_slow, rate * _SLOW, low=rate / _FURTHEST, high=rate, flat=0.0)
     known = {rate: Figure(True, 0.0)}
     fast = search(at_fast, rate * _FAST, low=rate, high=rate * _FURTHEST, known=known)
     return replace(answer, band=(slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST))

@@ -73,6 +73,26 @@ def test_guesses_from_figures_of_any_steepness_end_at_the_edge(
     assert len(tried) == len(set(tried)) < 40
 
 
+@given(st.floats(1, 1e3), st.floats(0.2, 12))
+def test_a_figure_that_grows_slowly_far_from_the_edge_does_not_tell_where_it_is(
+    edge: float, steep: float
+) -> None:
+    """A figure of 0.7 of the bound from far below the edge on, whose steepness at the edge is known."""
+
+    def figure(value: float) -> Figure:
+        return Figure(value <= edge, max(0.7, (value / edge) ** steep))
+
+    limits = {"precision": 0.1, "low": 1e-3, "high": 1e6, "steep": steep}
+    found = highest(figure, edge / 30, **limits)
+    assert found.good is not None
+    assert found.bad is not None
+    assert edge / 1.11 <= found.good <= edge * 1.06
+    assert edge / 1.06 <= found.bad <= edge * 1.11
+    cautious = highest(figure, edge / 30, flat=0.0, **limits)
+    assert cautious.good is not None
+    assert cautious.good <= edge * 1.06
+
+
 def test_figures_near_their_bound_save_trials() -> None:
     tried: list[float] = []
 
