@@ -236,7 +236,6 @@ def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float
     return [(one.rate, one) for one in of_all if one.rate and one.changes == changes]
 
 
-_FURTHEST = 2.5  # times slower or faster at the ends of what a cost model assumes
 _SLOW, _FAST = 0.75, 1.2  # of the rate: where the ends are sought first
 _END = 0.125  # share at which the search for an end stops
 
@@ -244,7 +243,7 @@ _END = 0.125  # share at which the search for an end stops
 def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> CapacityAnswer:
     """The answer with the rates at the slow and the fast end of what is left open of the device as its band.
 
-    The slow end meets the SLO where the lower one is, and the fast end does not where the upper one is.
+    The slow end meets the SLO where the lower one is (0: at no rate), and the fast end does not where the upper one is.
     """
     if answer.value is None or not case.has_ends:
         return answer
@@ -253,10 +252,10 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
         steep = log(bad.worst(case.slo) / good.worst(case.slo)) / log((bad.rate or inf) / (good.rate or inf))
     search = partial(highest, precision=_END, factor=1 + _END, steep=steep)
     at_slow, at_fast = (partial(_figure, case, changes, 0, end) for end in ("slow", "fast"))
-    slow = search(at_slow, rate * _SLOW, low=rate / _FURTHEST, high=rate, flat=0.0)
+    slow = search(at_slow, rate * _SLOW, low=rate * SLOWEST, high=rate, flat=0.0)
     known = {rate: Figure(True, 0.0)}
-    fast = search(at_fast, rate * _FAST, low=rate, high=rate * _FURTHEST, known=known)
-    return replace(answer, band=(slow.good or rate / _FURTHEST, fast.bad or rate * _FURTHEST))
+    fast = search(at_fast, rate * _FAST, low=rate, high=HIGHEST_RATE, known=known)
+    return replace(answer, band=(slow.good or 0.0, fast.bad or HIGHEST_RATE))
 
 
 def _figure(case: LoadCase, changes: Changes, seed: int, end: str, rate: float) -> Figure:

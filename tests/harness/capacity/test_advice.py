@@ -156,6 +156,18 @@ def test_the_curve_is_that_of_the_requests_that_are_replayed(tmp_path: Path) -> 
     assert profile.hit_tokens(100) not in (of_all.hit_tokens(100), alone.hit_tokens(100))
 
 
+def test_bounds_reach_as_far_as_the_ends_do_and_to_zero_where_a_slow_device_meets_it_at_no_rate(
+    tmp_path: Path,
+) -> None:
+    case = case_of(write(tmp_path, 0, 400, 60, 60, 0.5), slo="tpot_mean<0.0075")
+    answer = highest_rate(case, 1, 0.05, lambda _: None)
+    assert answer.band is not None
+    assert answer.band[0] == 0
+    assert not case.run(rate=(case.rate or 1.0) / 100, end="slow").met
+    assert case.run(rate=answer.band[1] / 1.15, end="fast").met
+    assert not case.run(rate=answer.band[1], end="fast").met
+
+
 def test_a_fitted_device_has_bounds_from_what_its_log_leaves_open(tmp_path: Path) -> None:
     file = write(tmp_path, 0, 400, 60, 60, 0.05)
 
