@@ -77,20 +77,20 @@ def highest(
     then bisected. The search stops when good and bad differ by less than the share `precision`, or at `low` and `high`.
     If the answers are not monotone, there are several edges; therefore every seed searches on its own.
     """
-    tried, was_wrong, step = dict(known or {}), False, 1 + precision
+    tried, wrong, step = dict(known or {}), 0, 1 + precision
     while True:
         good = max((value for value, one in tried.items() if one.met), default=0.0)
         bad = min((value for value, one in tried.items() if not one.met), default=inf)
         if bad <= low or good >= high or (good and bad / good <= step * (1 + 1e-9)):
             return Edge(good or None, None if bad == inf else bad)
-        guess = _guess(tried, good, bad)
+        guess = _guess(tried, good, bad, low)
         if guess is None and good < start < bad:
             value = start
         elif good and bad < inf:
             middle = (good * bad) ** 0.5
             if guess is None:
                 value, factor = min(good * factor, middle), min(factor**2, HIGHEST_RATE)
-            elif bad / good <= step**2 or was_wrong:
+            elif bad / good <= step**2 or wrong > 1:
                 value = middle
             elif guess <= good * step:
                 value = good * step
@@ -102,17 +102,18 @@ def highest(
             value, factor = good * factor or bad / factor, min(factor**2, HIGHEST_RATE)
         value = min(max(value, low), high)
         one = tried[value] = figure(value)
-        was_wrong = guess is not None and one.met != (value <= guess)
+        wrong = wrong + 1 if guess is not None and one.met != (value <= guess) else 0
         near = min(_NEAR, step**steep)
         if not one.served and max(flat, 1 / near) < one.worst < near:
             edge = value / one.worst ** (1 / steep)
             return Edge(edge / step**0.5, edge * step**0.5)
 
 
-def _guess(tried: Mapping[float, Figure], good: float, bad: float) -> float | None:
+def _guess(tried: Mapping[float, Figure], good: float, bad: float, low: float) -> float | None:
     """Where the edge may be: a line through the worst figures of both, in logarithms, reaches the bound there.
 
-    An overloaded server's figure says nothing of the edge; the rate that it serves does.
+    An overloaded server's figure says nothing of the edge; the rate that it serves does. Where nothing is good yet and
+    a line through two figures reaches the bound below `low`, that comes next.
     """
     if bad == inf:
         return None
@@ -120,7 +121,11 @@ def _guess(tried: Mapping[float, Figure], good: float, bad: float) -> float | No
     guess = bad / above.worst**0.5 if 0 < above.worst < inf and not above.served else None
     if 0 < below < above.worst < inf:
         guess = bad * (good / bad) ** (log(above.worst) / log(above.worst / below))
-    if 0 < above.served < bad / _CLOSE:
+    told = sorted(value for value, one in tried.items() if not (one.met or one.served) and one.worst < inf)
+    if not good and told[:1] == [bad] and len(told) > 1:
+        fall = log(max(tried[told[1]].worst, 1e-9) / above.worst)
+        guess = low if fall * log(bad / low) < log(above.worst) * log(told[1] / bad) else guess
+    if 0 < above.served < bad:
         guess = min(max(guess or 0.0, _OVERLOADED * above.served), above.served)
     return guess
 
@@ -260,7 +265,9 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
 
 def _figure(case: LoadCase, changes: Changes, seed: int, end: str, rate: float) -> Figure:
     trial = case.run(changes, rate=rate, seed=seed, end=end)
-    served = trial.metrics.get("request_throughput", 0.0) if trial.growth else 0.0
+    served = (
+        max(trial.metrics.get("request_throughput", 0.0), rate * (1 - trial.growth)) if trial.growth else 0.0
+    )
     return Figure(trial.met, trial.worst(case.slo), served)
 
 

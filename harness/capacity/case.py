@@ -27,7 +27,7 @@ from harness.config.schema import (
 )
 from harness.config.values import replaced
 from harness.metrics import METRICS
-from harness.metrics.log import RunLog
+from harness.metrics.log import FloatArray, RunLog
 from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
 from harness.replay.cost_model import CostModel
@@ -41,15 +41,15 @@ from traces.trace import Requests, Trace
 
 # Fewer requests than this are too little data for an answer.
 FEWEST = 30
-# Requests that are simulated of a longer trace: compiled, by the policy core, and by the policy core in groups.
-MOST_COMPILED, MOST_IN_CORE, MOST_IN_GROUPS = 20_000, 2_000, 500
+# Requests that are simulated of a longer trace, and where layers are in groups: compiled, and by the policy core.
+MOST_COMPILED, MOST_IN_CORE = (20_000, 5_000), (2_000, 500)
 _MEAN_STAYS = 20.0  # mean stays in the server that the arrivals must span, so that growth shows
 _SHOWN_EXCESS = 0.05  # a load so much above what is served must break a bound within the arrivals
 _LEAST_HIDDEN = 0.06  # of the load that is served; what is worth saying
-_WINDOWS = 10  # of the test for growth; the first is the start-up
+_WINDOWS = 10  # of the test for growth; the first is the start-up, the last is compared between halves
+_SAMPLES = 40  # of a window
 _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the other windows leave
 _LEAST_GROWTH = 0.01  # of the arriving requests
-_TO_SHOW_GROWTH = 3  # times as often a trace is sent, where growth alone breaks the SLO
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
 _NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
@@ -216,9 +216,8 @@ class LoadCase:
         """How many requests are simulated at most."""
         if self.requests is not None or self.served is None:
             return self.requests or 1
-        if self.served.pool.groups is not None:
-            return MOST_IN_GROUPS
-        return MOST_IN_CORE if obstacle(self.served, cost_model(self.served.deployment)) else MOST_COMPILED
+        in_core = obstacle(self.served, cost_model(self.served.deployment)) is not None
+        return (MOST_IN_CORE if in_core else MOST_COMPILED)[self.served.pool.groups is not None]
 
     @cached_property
     def scope(self) -> Scope:
@@ -335,7 +334,7 @@ class LoadCase:
 
         With `busiest` only the window with the most tokens a second is simulated, and with `once` the requests are
         sent once, however short they last: of neither growth is judged. Else they are repeated until growth shows, and
-        where growth alone breaks the SLO more often, to be sure; not if it need not be `lasting`.
+        where growth alone breaks the SLO twice as often, to be sure; not if it need not be `lasting`.
         `end` takes the fast or slow end of what is left open of the device. A request that fits the case and not these
         settings breaks the SLO.
 
@@ -360,10 +359,8 @@ class LoadCase:
         copies = self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
         more = self._copies(trace, self._wanted_s(trial))
-        # growth of the queue, or of the trace's own load, which begins anew with each copy
-        if trial.growth and lasting:
-            often = max(_TO_SHOW_GROWTH, self.most // len(trace.requests))
-            more = max(more, min(_TO_SHOW_GROWTH * copies, often))
+        if trial.growth and lasting:  # of the queue, or of the trace's own load: halves tell them apart
+            more = 2 * max(copies, ceil(more / 2))
         if more > copies and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
         return self._kept(trial)
@@ -435,18 +432,19 @@ class LoadCase:
         rows = trace.columns
         same = *sorted(changes.items()), rate, seed, end, int(rows.request_id[0]), len(rows)
         if same not in self._known:
-            self._known[same] = self._replayed(part.point.of_trace(trace), rate, changes, seed, end)
+            halves = len(rows) % (2 * len(part.point.trace.requests)) == 0
+            self._known[same] = self._replayed(part.point.of_trace(trace), halves, rate, changes, seed, end)
         return self._known[same]
 
     def _replayed(
-        self, point: Point, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
+        self, point: Point, halves: bool, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
     ) -> Trial:
         cost, arrival_us = cost_model(point.deployment), point.trace.columns.arrival_us
         point = often_replayed(point, cost, max(len(self.trace.requests), len(arrival_us)))
         if end:
             point, cost = self._at_end(point, cost, end)
         found = predict(point, cost, rows=True)
-        grows = 0.0 if self.held_back else growth(found.log)
+        grows = 0.0 if self.held_back else growth(found.log, halves)
         broken = broken_goals(self.slo, found.metrics)
         span_s, steps = float(arrival_us[-1] - arrival_us[0]) / 1e6, found.log.steps
         largest = float((steps["prefill_tokens"] + steps["decode_rows"]).max(initial=0))
@@ -505,20 +503,34 @@ def in_the_same_memory(config: RunConfig, changes: Mapping[str, Any]) -> dict[st
     return dict(changes)
 
 
-def growth(log: RunLog) -> float:
-    """The share of the arriving requests by which the number in the server grows while they arrive; 0: not shown.
+def growth(log: RunLog, halves: bool = False) -> float:
+    """The share of the arriving requests by which the number in the server grows while they arrive; 0: not shown, or
+    below 1 %.
 
-    The number is averaged over ten windows of equal time, the first is left out as the start-up. It grows where the
-    slope over the others differs from 0 by Student's test at 99 %, and is at least 1 % of the arrivals.
+    Where both `halves` of the requests are the same ones, it is the number at the end of the second half beyond that at
+    the end of the first, in means over a tenth of a half: whatever the load does within a half, it does in both.
+
+    Else the number is averaged over ten windows of equal time, the first is left out as the start-up. It grows where
+    the slope over the others differs from 0 by Student's test at 99 %.
     """
     arrived = np.sort(np.asarray(log.requests["arrival_s"], np.float64))
     left = np.sort(np.nan_to_num(np.asarray(log.requests["finish_s"], np.float64), nan=np.inf))
     span = float(arrived[-1] - arrived[0]) if len(arrived) else 0.0
     if span <= 0 or len(arrived) < FEWEST:
         return 0.0
-    at = np.linspace(arrived[0], arrived[-1], 40 * _WINDOWS)
-    inside = np.searchsorted(arrived, at, "right") - np.searchsorted(left, at, "right")
-    means = inside.reshape(_WINDOWS, -1).mean(axis=1)[1:]
+
+    def inside(at: FloatArray) -> FloatArray:
+        found = np.searchsorted(arrived, at, "right") - np.searchsorted(left, at, "right")
+        means: FloatArray = found.reshape(-1, _SAMPLES).mean(axis=1)
+        return means
+
+    if halves:
+        second = len(arrived) // 2
+        last, period = arrived[second - 1], arrived[second] - arrived[0]
+        at = np.linspace(last - (last - arrived[0]) / _WINDOWS, last, _SAMPLES)
+        share = float(np.diff(inside(np.concatenate([at, at + period])))[0]) / second
+        return share if share >= _LEAST_GROWTH else 0.0
+    means = inside(np.linspace(arrived[0], arrived[-1], _SAMPLES * _WINDOWS))[1:]
     place = np.arange(len(means)) - (len(means) - 1) / 2
     spread = float((place**2).sum())
     slope = float((place * means).sum()) / spread

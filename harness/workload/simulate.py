@@ -109,14 +109,13 @@ def _seconds_in_core(point: Point) -> float:
     return SHARED_S if point.may_share else PLAIN_S
 
 
-# Requests that are replayed some twenty times, so that it pays to compile the code, or to load it.
-_WORTH_COMPILING, _WORTH_LOADING = 5_000, 200
+_OFTEN = 20  # times
 
 
 def often_replayed(point: Point, cost: CostModel, requests: int) -> Point:
     """The point, replayed by compiled code where that pays: `requests` or a part of them come some twenty times."""
-    enough = _WORTH_LOADING if is_cached() else _WORTH_COMPILING
-    if requests < enough or obstacle(point, cost) is not None:
+    takes_s = LOADING_S if is_cached() else COMPILING_S
+    if _OFTEN * requests * _seconds_in_core(point) < takes_s or obstacle(point, cost) is not None:
         return point
     return replace(point, replay=replace(point.replay, compiled=Compiled.always))
 

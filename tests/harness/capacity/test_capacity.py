@@ -104,6 +104,18 @@ def test_figures_near_their_bound_save_trials() -> None:
     assert len(tried) <= 6
 
 
+def test_a_figure_that_hardly_falls_with_the_value_leads_to_the_lowest_one_at_once() -> None:
+    tried: list[float] = []
+
+    def figure(value: float) -> Figure:
+        tried.append(value)
+        return Figure(False, 7 + value)
+
+    assert highest(figure, 10.0, precision=0.05, low=1e-3, high=1e6).good is None
+    assert len(tried) <= 4
+    assert tried[-1] == 1e-3
+
+
 @given(st.integers(1, 1000), st.integers(1, 1000))
 def test_the_smallest_that_meets_is_found_from_any_start(edge: int, start: int) -> None:
     assert smallest(lambda value: value >= edge, start=start, high=1000) == edge
@@ -220,8 +232,8 @@ def case_of_a_load(first_us: int, last_us: int, slo: str, **most: int) -> LoadCa
     return LoadCase(config, parse_slo(slo), Trace(header, rows), **most)
 
 
-@pytest.mark.parametrize("most", [60, 20_000])  # requests of a trial
-def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int) -> None:
+@pytest.mark.parametrize(("most", "sent"), [(60, 120), (20_000, 240)])  # requests of a trial
+def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int, sent: int) -> None:
     """Three times as many arrive at the end as at the start."""
     case = case_of_a_load(37_500, 12_500, "ttft_p99<0.07", requests=most)
     sent_once = case.served
@@ -229,7 +241,20 @@ def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int) ->
     assert growth(predict(sent_once, cost_model(sent_once.deployment), rows=True).log) > 0.01
     found = case.run(rate=40.0)
     assert found.met
-    assert found.outcome["finished"] == 180
+    assert found.outcome["finished"] == sent
+
+
+@pytest.mark.parametrize("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)])
+@pytest.mark.parametrize("above", [0.9, 1.1, 1.5])
+def test_a_queue_grows_by_what_arrives_beyond_what_is_served_however_the_load_changes(
+    gaps_us: tuple[int, int], above: float
+) -> None:
+    """Eight places, each of which takes so long for a request: the number at the end of each copy says by how much."""
+    case = case_of_a_load(*gaps_us, "ttft_p99<1e6")
+    case.config.scheduler.max_running = 8
+    served = 8 / case.run(rate=1e-3).metrics["e2e_mean"]
+    found = case.run(rate=above * served)
+    assert found.growth == pytest.approx(max(0.0, 1 - 1 / above), abs=0.03)
 
 
 def test_flags_are_compared_by_latency_in_the_busiest_window() -> None:
@@ -243,12 +268,12 @@ def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     short = [case_of_a_load(12_500, 37_500, "ttft_p99<2", requests=most) for most in (60, 20_000)]
     found = [highest_rate(case, 1, 0.05, lambda _: None) for case in short]
     said = [rate_text(case, answer) for case, answer in zip(short, found, strict=True)]
-    assert re.search("That rests on (60|180) requests in ", said[0])
+    assert re.search("That rests on (60|120) requests in ", said[0])
     assert "That rests on " not in said[1]
     least = re.search(r"over more time up to (\d+) % less may be served", said[0])
     assert least is not None
     once, lasting = (answer.value.mean for answer in found if answer.value is not None)
-    assert lasting <= once <= lasting / (1 - int(least[1]) / 100)
+    assert 0.8 * lasting <= once <= lasting / (1 - int(least[1]) / 100)
 
 
 @pytest.mark.parametrize("slo", ["queue_mean<0.2", "ttft_p99<8", "e2e_p90<1.5"])
