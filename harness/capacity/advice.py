@@ -113,7 +113,7 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
     tell("the load as it is")
     own = case.run(rate=None if case.held_back else case.rate)
     if measured:
-        advice.answers.append(beside(case.run(once=True), measured))
+        advice.answers.append(beside(case.run(copies=1), measured))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
     if case.rate and deployment_of(case.config).pool.groups is None:
         advice.answers += [line] if (line := tier_line(case, profile)) else []
@@ -319,11 +319,11 @@ def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
 def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
     """What each candidate does alone at `rate`, the largest effect first.
 
-    In the busiest window, but for an SLO that all requests break and the window does not.
+    In the busiest window, but for an SLO that all requests break and the window does not; sent as often as without it.
     """
     base, whole = (case.run(rate=rate, busiest=busiest) for busiest in (True, False))
     busiest = whole.met or not base.met
-    base, found = base if busiest else case.run(rate=rate, lasting=False), []
+    base, found = base if busiest else whole, []
     for key, values in CANDIDATES.items():
         section, _, name = key.partition(".")
         present = getattr(getattr(case.config, section), name)
@@ -333,7 +333,7 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
             try:
                 trial = base
                 if not _changes_nothing(case, base, key, value):
-                    trial = case.run({key: value}, rate=rate, busiest=busiest, lasting=False)
+                    trial = case.run({key: value}, rate=rate, busiest=busiest, copies=base.copies)
             except ConfigError:
                 continue  # this value is not allowed here
             worse = trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)

@@ -119,6 +119,8 @@ class Trial:
     end: str = ""
     step_tokens: float = inf  # the largest step's
     spare_slots: float = 0.0  # of the pool, in the step with the fewest that no request holds
+    copies: int = 1  # of the requests, sent one after the other
+    left: float = 0.0  # share of the requests that are in the server as the last one arrives
     busiest: bool = False  # of the busiest window alone
 
     @property
@@ -326,15 +328,14 @@ class LoadCase:
         rate: float | None = None,
         seed: int = 0,
         busiest: bool = False,
-        once: bool = False,
-        lasting: bool = True,
+        copies: int | None = None,
         end: str = "",
     ) -> Trial:
         """Simulate one candidate. None leaves the rate as it is.
 
-        With `busiest` only the window with the most tokens a second is simulated, and with `once` the requests are
-        sent once, however short they last: of neither growth is judged. Else they are repeated until growth shows, and
-        where growth alone breaks the SLO twice as often, to be sure; not if it need not be `lasting`.
+        With `busiest` only the window with the most tokens a second is simulated, of which growth is not judged. The
+        requests are sent `copies` times; None: until growth shows, and twice as often where it may be the load's own,
+        or be hidden by a load that falls.
         `end` takes the fast or slow end of what is left open of the device. A request that fits the case and not these
         settings breaks the SLO.
 
@@ -352,16 +353,15 @@ class LoadCase:
         trace = part.point.trace
         if rate is not None:
             trace = set_rate(trace, rate)
-        if busiest or once:
-            trace = busiest_window(trace) if busiest else trace
-            found = self._simulated(part, trace, rate, changes, seed, end)
-            return self._kept(replace(found, busiest=busiest, growth=0.0))
-        copies = self._copies(trace, self._least_span_s)
-        trial = self._simulated(part, repeated(trace, copies), rate, changes, seed, end)
-        more = self._copies(trace, self._wanted_s(trial))
-        if trial.growth and lasting:  # of the queue, or of the trace's own load: halves tell them apart
-            more = 2 * max(copies, ceil(more / 2))
-        if more > copies and replace(trial, growth=0.0).met:
+        if busiest:
+            found = self._simulated(part, busiest_window(trace), rate, changes, seed, end)
+            return self._kept(replace(found, busiest=True, growth=0.0))
+        first = copies or self._copies(trace, self._least_span_s)
+        trial = self._simulated(part, repeated(trace, first), rate, changes, seed, end)
+        more = copies or self._copies(trace, self._wanted_s(trial))
+        if not copies and (trial.growth or (first % 2 and trial.left > 1 / _MEAN_STAYS)):  # halves tell
+            more = 2 * max(first, ceil(more / 2))
+        if more > first and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
         return self._kept(trial)
 
@@ -432,25 +432,26 @@ class LoadCase:
         rows = trace.columns
         same = *sorted(changes.items()), rate, seed, end, int(rows.request_id[0]), len(rows)
         if same not in self._known:
-            halves = len(rows) % (2 * len(part.point.trace.requests)) == 0
-            self._known[same] = self._replayed(part.point.of_trace(trace), halves, rate, changes, seed, end)
+            copies = len(rows) // len(part.point.trace.requests)
+            self._known[same] = self._replayed(part.point.of_trace(trace), copies, rate, changes, seed, end)
         return self._known[same]
 
     def _replayed(
-        self, point: Point, halves: bool, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
+        self, point: Point, copies: int, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
     ) -> Trial:
         cost, arrival_us = cost_model(point.deployment), point.trace.columns.arrival_us
         point = often_replayed(point, cost, max(len(self.trace.requests), len(arrival_us)))
         if end:
             point, cost = self._at_end(point, cost, end)
         found = predict(point, cost, rows=True)
-        grows = 0.0 if self.held_back else growth(found.log, halves)
+        grows = 0.0 if self.held_back else growth(found.log, copies > 0 and copies % 2 == 0)
         broken = broken_goals(self.slo, found.metrics)
         span_s, steps = float(arrival_us[-1] - arrival_us[0]) / 1e6, found.log.steps
         largest = float((steps["prefill_tokens"] + steps["decode_rows"]).max(initial=0))
         spare = float((steps["free"] + steps["cached"]).min(initial=point.pool.tokens))
+        left = float(np.mean(~(np.asarray(found.log.requests["finish_s"]) <= arrival_us[-1] / 1e6)))
         facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end, largest
-        return Trial(rate, changes, seed, *facts, spare_slots=spare)
+        return Trial(rate, changes, seed, *facts, spare_slots=spare, copies=copies, left=left)
 
     # -- what no simulation needs to show -------------------------------------------------------------------
 

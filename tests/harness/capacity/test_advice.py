@@ -76,7 +76,7 @@ def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int
     spared = {one.key for one in found if not one.trial.changes}
     for one in found:
         again = LoadCase(case.config, case.slo, requests=60).run(
-            {one.key: one.value}, rate=20.0, busiest=one.trial.busiest, lasting=False
+            {one.key: one.value}, rate=20.0, busiest=one.trial.busiest, copies=one.trial.copies
         )
         assert again.metrics["ttft_p99"] == pytest.approx(one.trial.metrics["ttft_p99"])
         assert again.metrics["tpot_mean"] == pytest.approx(one.trial.metrics["tpot_mean"])
@@ -101,6 +101,16 @@ def test_flags_are_tried_on_all_requests_where_the_busiest_ones_alone_do_not_bre
     first = effects(case, answer.bad.rate)[0]
     assert (first.key, first.trial.busiest) == ("scheduler.max_running", False)
     assert first.worse < 0.1
+
+
+def test_requests_are_sent_as_often_with_a_flag_as_without_it(tmp_path: Path) -> None:
+    """A queue that grows is longer the more often they are sent; fewer places let it grow so fast that few show it."""
+    file = write(tmp_path, 0, 400, 200, 60, 0.05)
+    case = replace(case_of(file, "scheduler.max_running=128", slo="ttft_p99<1"), requests=20_000, made=[])
+    answer = highest_rate(case, 1, 0.05, lambda _: None)
+    assert answer.bad is not None
+    assert answer.bad.copies > 2
+    assert {one.trial.copies for one in effects(case, answer.bad.rate)} == {answer.bad.copies}
 
 
 def test_no_model_is_named_that_takes_none_of_what_is_left_out(tmp_path: Path, capsys) -> None:

@@ -257,6 +257,17 @@ def test_a_queue_grows_by_what_arrives_beyond_what_is_served_however_the_load_ch
     assert found.growth == pytest.approx(max(0.0, 1 - 1 / above), abs=0.03)
 
 
+@pytest.mark.parametrize("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)])
+def test_a_rate_lasts_however_the_load_changes_within_few_requests(gaps_us: tuple[int, int]) -> None:
+    """Where the load falls, a queue that is left at the end is none that grows, and yet too much for the server."""
+    case = case_of_a_load(*gaps_us, "ttft_p99<60", requests=60)
+    case.config.scheduler.max_running = 8
+    served = 8 / case.run(rate=1e-3).metrics["e2e_mean"]
+    answer = highest_rate(case, 1, 0.05, lambda _: None)
+    assert answer.value is not None
+    assert answer.value.mean == pytest.approx(served, rel=0.06)
+
+
 def test_flags_are_compared_by_latency_in_the_busiest_window() -> None:
     """A load that rises within it counts for nothing: it ends."""
     case = case_of_a_load(37_500, 12_500, "ttft_p99<9")

@@ -170,7 +170,7 @@ def holds(case: LoadCase, config: RunConfig, rate: float, copies: int) -> bool:
     found = predict(point, cost, rows=True)
     return (
         not broken_goals(case.slo, found.metrics)
-        and not growth(found.log)
+        and not growth(found.log, halves=copies % 2 == 0)
         and set(found.outcome.values())
         <= {
             0,
