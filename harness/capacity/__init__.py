@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import inf, log
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -227,18 +226,17 @@ def highest_rate(
         return CapacityAnswer(RATE, unit, None, reason)
     found = _rates(case, seeds, precision, tell, changes, start)
     tried = tried_rates(case, changes, 0)
-    good = max((one for one in tried if one[1].met), key=itemgetter(0), default=(0.0, None))[1]
-    bad = min((one for one in tried if not one[1].met), key=itemgetter(0), default=(inf, None))[1]
-    if isinstance(found, NoEdge):
-        return CapacityAnswer(RATE, unit, None, found.reason, (), None, good, bad)
-    answer = CapacityAnswer(RATE, unit, found, "", (), None, good, bad)
+    good = tried.get(max((rate for rate, one in tried.items() if one.met), default=0.0))
+    bad = tried.get(min((rate for rate, one in tried.items() if not one.met), default=inf))
+    value, reason = (None, found.reason) if isinstance(found, NoEdge) else (found, "")
+    answer = CapacityAnswer(RATE, unit, value, reason, good=good, bad=bad)
     return with_bounds(case, answer, changes) if bounds else answer
 
 
-def tried_rates(case: LoadCase, changes: Changes, seed: int) -> list[tuple[float, Trial]]:
+def tried_rates(case: LoadCase, changes: Changes, seed: int) -> dict[float, Trial]:
     """The rates that were tried with these changes on all requests."""
     of_all = (one for one in case.made if one.seed == seed and not one.end and not one.busiest)
-    return [(one.rate, one) for one in of_all if one.rate and one.changes == changes]
+    return {one.rate: one for one in of_all if one.rate and one.changes == changes}
 
 
 _SLOW, _FAST = 0.75, 1.2  # of the rate: where the ends are sought first
@@ -265,10 +263,8 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
 
 def _figure(case: LoadCase, changes: Changes, seed: int, end: str, rate: float) -> Figure:
     trial = case.run(changes, rate=rate, seed=seed, end=end)
-    served = (
-        max(trial.metrics.get("request_throughput", 0.0), rate * (1 - trial.growth)) if trial.growth else 0.0
-    )
-    return Figure(trial.met, trial.worst(case.slo), served)
+    served = max(trial.metrics.get("request_throughput", 0.0), rate * (1 - trial.growth))
+    return Figure(trial.met, trial.worst(case.slo), served if trial.growth else 0.0)
 
 
 def _rates(
@@ -284,7 +280,7 @@ def _rates(
         raise ConfigError(key, f"{case.held_back}, so the client sets the rate and none can be searched for")
     most, _ = case.most_rate
     start, edges = start or ((case.rate or 1.0) if most == inf else most / 2), []
-    search = _RateSearch(precision, changes)
+    search = partial(_rate_edge, precision, changes)
     for seed, edge in enumerate(_of_seeds(case, seeds if case.draws else 1, search, start)):
         which = f" (seed {seed})" if case.draws else ""
         if edge.good is None:
@@ -306,38 +302,27 @@ def _there(trial: Trial) -> str:
     return (f"At {trial.rate:.3g} requests/s " if trial.rate else "There ") + trial.why()
 
 
-@dataclass(frozen=True)
-class _RateSearch:
+def _rate_edge(precision: float, changes: Changes, case: LoadCase, seed: int, start: float) -> Edge:
     """The search of one seed for the highest rate, below those that no device of the kind serves."""
-
-    precision: float
-    changes: Changes
-
-    def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        figure = partial(_figure, case, self.changes, seed, "")
-        known = {rate: figure(rate) for rate, _ in tried_rates(case, self.changes, seed)}
-        most = float(np.nextafter(case.most_rate[0], inf))
-        if most < HIGHEST_RATE:
-            known[most] = Figure(False, inf)
-        low = min((case.rate or 1.0) * SLOWEST, start)
-        # changes that meet the SLO at the start, just above the rate without them, often raise it by little more
-        factor = 1 + self.precision if self.changes and start in known else _FIRST_FACTOR
-        search = partial(highest, precision=self.precision, low=low, high=HIGHEST_RATE, factor=factor)
-        return search(figure, start, known=known)
+    figure = partial(_figure, case, changes, seed, "")
+    known = {rate: figure(rate) for rate in tried_rates(case, changes, seed)}
+    most = float(np.nextafter(case.most_rate[0], inf))
+    if most < HIGHEST_RATE:
+        known[most] = Figure(False, inf)
+    low = min((case.rate or 1.0) * SLOWEST, start)
+    # changes that meet the SLO at the start, just above the rate without them, often raise it by little more
+    factor = 1 + precision if changes and start in known else _FIRST_FACTOR
+    limits = {"precision": precision, "low": low, "high": HIGHEST_RATE, "factor": factor}
+    return highest(figure, start, known=known, **limits)
 
 
-@dataclass(frozen=True)
-class _PoolSearch:
+def _pool_edge(block_size: int, largest: int, case: LoadCase, seed: int, start: float) -> Edge:
     """The search of one seed for the smallest pool, in blocks."""
 
-    block_size: int
-    largest: int
+    def meets(blocks: int) -> bool:
+        return case.run({"cache.pool_tokens": blocks * block_size}, seed=seed).met
 
-    def __call__(self, case: LoadCase, seed: int, start: float) -> Edge:
-        def meets(blocks: int) -> bool:
-            return case.run({"cache.pool_tokens": blocks * self.block_size}, seed=seed).met
-
-        return Edge(smallest(meets, start=int(start), high=self.largest), None)
+    return Edge(smallest(meets, start=int(start), high=largest), None)
 
 
 _Search = Callable[[LoadCase, int, float], Edge]
@@ -390,7 +375,7 @@ def smallest_pool(case: LoadCase, seeds: int, tell: Tell) -> CapacityAnswer:
     pool, held = deployment_of(case.config).pool, device_blocks(case.config)
     largest = BEYOND * max(pool.num_blocks, held or 0)
     found: list[float] = []
-    search = _PoolSearch(pool.block_size, largest)
+    search = partial(_pool_edge, pool.block_size, largest)
     for edge in _of_seeds(case, seeds if case.draws else 1, search, pool.num_blocks):
         if edge.good is None:
             tokens = largest * pool.block_size

@@ -374,11 +374,11 @@ def _changes_nothing(case: LoadCase, base: Trial, key: str, value: Any) -> bool:
 
 def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:
     """The best value of each flag that helps."""
-    best: dict[str, FlagEffect] = {}
-    for one in found:
-        if one.worse < _HELPS and (one.key not in best or one.worse < best[one.key].worse):
-            best[one.key] = one
-    return {key: one.value for key, one in best.items()}
+    helps = [one for one in found if one.worse < _HELPS]
+    keys = dict.fromkeys(one.key for one in helps)
+    return {
+        key: min((one for one in helps if one.key == key), key=lambda one: one.worse).value for key in keys
+    }
 
 
 def matters(advice: Advice) -> str:
