@@ -532,13 +532,11 @@ def growth(log: RunLog, halves: bool = False) -> float:
         share = float(np.diff(inside(np.concatenate([at, at + period])))[0]) / second
         return share if share >= _LEAST_GROWTH else 0.0
     means = inside(np.linspace(arrived[0], arrived[-1], _SAMPLES * _WINDOWS))[1:]
-    place = np.arange(len(means)) - (len(means) - 1) / 2
-    spread = float((place**2).sum())
-    slope = float((place * means).sum()) / spread
-    off = means - means.mean() - slope * place
-    error = float(np.sqrt((off**2).sum() / (len(means) - 2) / spread))
-    share = slope * _WINDOWS / len(arrived)  # a window is a tenth of the time, in which a tenth arrives
-    return share if slope > _STUDENT * error and share >= _LEAST_GROWTH else 0.0
+    (slope, _), covariance = np.polyfit(np.arange(len(means)), means, 1, cov=True)
+    share = (
+        float(slope) * _WINDOWS / len(arrived)
+    )  # a window is a tenth of the time, in which a tenth arrives
+    return share if slope > _STUDENT * covariance[0, 0] ** 0.5 and share >= _LEAST_GROWTH else 0.0
 
 
 def busiest_window(trace: Trace) -> Trace:
