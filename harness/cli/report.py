@@ -1,8 +1,9 @@
 """`report`, and the end of every sweep: summary, report, verdict, failures, exit code."""
 
+import argparse
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from harness.cli import INTERRUPTED, Arguments, ReportFunctions
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override
 from harness.config.paths import NO_KERNELS, check_kernels, is_url
-from harness.config.schema import Figures, Paper, ReportConfig
+from harness.config.schema import ReportConfig, RunConfig
+from harness.config.values import converted, replaced
 from harness.console import one_line, remark, say, shortened
 from harness.store import ForeignFileError
 from harness.store.atomic import exclusive, refuse_links
@@ -67,8 +69,6 @@ def write_report(
     manifest: Manifest | None,
     report: ReportFunctions | None = None,
     target: Path | None = None,
-    kernels: Path | None = None,
-    figures: Figures = Figures.all,
     options: ReportConfig | None = None,
     against: Path | None = None,
 ) -> Path:
@@ -79,9 +79,7 @@ def write_report(
         manifest: what the store was last asked for; None reports on all its records.
         report: takes the place of `harness.report`, which is slow to import.
         target: folder of the report; None takes the store's own.
-        kernels: a run of `bench kernels` that gets a section; None leaves it out.
-        figures: what is drawn.
-        options: further wishes for figures and tables; None takes the sweep's.
+        options: what the report shows; None takes the sweep's wishes.
         against: another store; a section says what changed.
 
     Raises:
@@ -98,16 +96,16 @@ def write_report(
         content = read_store(out)
         asked = [point.fingerprint for point in manifest.points] if manifest else list(content.records)
         write_summary(target or out, [content.records[name] for name in asked if name in content.records])
+    options = options or options_of(manifest)
+    verdict: list[str] = []
     try:
-        more: dict[str, Any] = {"rows": rows} if large else {}
-        if figures is not Figures.all:
-            more["figures"] = figures
-        options = options or options_of(manifest)
-        if options != ReportConfig():
-            more["options"] = options
-        verdict: list[str] = []
         path = report.write_report(
-            out, out=target, additions=_additions(kernels, out, against), tell=verdict.append, **more
+            out,
+            out=target,
+            additions=_additions(kernels_of(out, options.kernels), out, against),
+            rows=rows if large else None,
+            options=options,
+            tell=verdict.append,
         )
         if large:
             rows.write(target or out)
@@ -162,45 +160,30 @@ def _changes_section(root: Path, against: Path, _: Any) -> Any:
 
 def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
     """Write the report, unless the existing one was written from exactly these points and kernels."""
-    known, kernels = known_manifest(out), kernels_of(out, manifest)
+    known, kernels = known_manifest(out), kernels_of(out, options_of(manifest).kernels)
     if known is not None and known.report and same_sweep(known, manifest):
         path = out / known.report
         is_whole = path.exists() and not derived_faults(out, known)
         if is_whole and path.stat().st_mtime_ns >= _newest_input(out, kernels):
             _say_report(path, known.verdict)
             return
-    write_report(out, manifest, report, kernels=kernels, figures=figures_of(manifest))
+    write_report(out, manifest, report)
 
 
-def kernels_of(out: Path, manifest: Manifest | None) -> Path | None:
-    """The run of `bench kernels` for a sweep's report: the one that the sweep names, or the one beside its results."""
+def kernels_of(out: Path, named: str | None) -> Path | None:
+    """The run of `bench kernels` that gets a section: the named one, or else the one beside the results."""
     from harness.cost.timings import SEARCHED_FOLDERS, TABLE
 
-    named = _asked("report.kernels", manifest)
     if named is None:
         return next((out / place for place in SEARCHED_FOLDERS if (out / place / TABLE).is_file()), None)
-    return None if named == NO_KERNELS else Path(str(named)).expanduser()
-
-
-def figures_of(manifest: Manifest | None) -> Figures:
-    """What the sweep wants to be drawn (`report.figures`); all, where it does not say."""
-    return Figures(str(_asked("report.figures", manifest) or Figures.all))
+    return None if named == NO_KERNELS else Path(named).expanduser()
 
 
 def options_of(manifest: Manifest | None) -> ReportConfig:
-    """What the sweep wants of its figures and tables beside that (`report.paper`, `.serif`, `.latex`)."""
-    given = ReportConfig()
-    return ReportConfig(
-        paper=Paper(str(_asked("report.paper", manifest) or given.paper)),
-        serif=bool(_asked("report.serif", manifest)),
-        latex=bool(_asked("report.latex", manifest)),
-    )
-
-
-def _asked(key: str, manifest: Manifest | None) -> object:
-    """The value that a sweep's command gave to a key of its report; None where it gave none."""
-    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith(f"{key}=")]
-    return parse_override(texts[-1]).settings[0].value if texts else None
+    """What the sweep wants its report to show (`report.…`)."""
+    texts = [text for text in (manifest.overrides if manifest else ()) if text.startswith("report.")]
+    settings = [parse_override(text).settings[0] for text in texts]
+    return replaced(RunConfig(), {one.key: converted(one.key, one.value) for one in settings}).report
 
 
 def known_manifest(out: Path) -> Manifest | None:
@@ -258,15 +241,11 @@ def report_command(arguments: Arguments) -> int:
     if _asks_for_a_figure(arguments):
         return _write_figure(arguments, root, target)
     manifest = read_or_none(root)
-    figures = Figures(arguments.flags.figures) if arguments.flags.figures else figures_of(manifest)
-    kernels, options = _kernels(arguments.flags.kernels, root, manifest), options_of(manifest)
-    options.paper = Paper(arguments.flags.paper) if arguments.flags.paper else options.paper
-    options.serif |= arguments.flags.serif
-    options.latex |= arguments.flags.latex
+    options = _chosen_options(arguments.flags, options_of(manifest))
     if target is None:
         refuse_links(root)
     other = None if arguments.flags.against is None else opened_store(arguments.flags.against)[0]
-    write_report(root, manifest, arguments.report, target, kernels, figures, options, other)
+    write_report(root, manifest, arguments.report, target, options, other)
     worse = _summarise(root, other, arguments.flags.markdown)
     if remote is not None and target is None:
         with exclusive(root), remote.writing(remark):
@@ -342,14 +321,14 @@ def _summarise(root: Path, other: Path | None, markdown: str | None) -> bool:
         raise UserError(f"--markdown: cannot write '{markdown}': {error.strerror or error}") from error
 
 
-def _kernels(named: str | None, root: Path, manifest: Manifest | None) -> Path | None:
-    """The run of `bench kernels` that gets a section: the one named here, or else the one of the sweep."""
-    if named is None:
-        return kernels_of(root, manifest)
-    errors = list(check_kernels("report.kernels", named))
-    if errors:
-        raise UserError(f"--kernels: {errors[0].message}")
-    return None if named == NO_KERNELS else Path(named).expanduser()
+def _chosen_options(flags: argparse.Namespace, wished: ReportConfig) -> ReportConfig:
+    """What the report shows: what a flag says, and where none does, what the sweep wants. Raises UserError."""
+    if flags.kernels is not None:
+        for wrong in check_kernels("report.kernels", flags.kernels):
+            raise UserError(f"--kernels: {wrong.message}")
+    given = {one.name: getattr(flags, one.name) for one in fields(wished) if getattr(flags, one.name)}
+    words = {f"report.{name}": converted(f"report.{name}", value) for name, value in given.items()}
+    return replaced(RunConfig(report=wished), words).report
 
 
 def opened_store(named: str | None, *, fresh: bool = False) -> tuple[Path, RemoteStore | None]:

@@ -61,16 +61,15 @@ def write_report(
     out: Path | None = None,
     additions: Sequence[SectionMaker] = (),
     rows: SummaryRows | None = None,
-    figures: Figures = Figures.all,
     options: ReportConfig | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Path:
     """Write the report of a store to `out` (default: the store's folder `report`); returns the page's path.
 
     `additions` make further sections, which other packages provide. `rows` gets the row of every point of a sweep
-    that is too large to be shown whole; its records are read in several processes. `figures` says what is drawn;
-    without any, matplotlib is not imported. `options` has the further wishes of `report.…`: panels for a paper, serifs,
-    tables in LaTeX. `tell` hears the verdict, line by line.
+    that is too large to be shown whole; its records are read in several processes. `options` has the wishes of
+    `report.…`: what is drawn (matplotlib is imported for figures alone), panels for a paper, serifs, tables in LaTeX.
+    `tell` hears the verdict, line by line.
 
     The page needs no other file and no network. The folder `figures` beside it holds each figure as SVG, as PDF at the
     width of a page, and its data as CSV. Equal stores give equal bytes.
@@ -82,7 +81,7 @@ def write_report(
     study = read_study(store_root, shown_only=rows is not None)
     folder = out or store_root / "report"
     try:
-        study = _write(study, folder, additions, rows, replace(options or ReportConfig(), figures=figures))
+        study = _write(study, folder, additions, rows, options or ReportConfig())
     except StoreError as error:
         raise _unwritable(folder, error) from error
     if tell is not None:

@@ -95,6 +95,7 @@ def write_report(
     out: Path | None = None,
     additions: Sequence[Any] = (),
     rows: Any = None,
+    options: Any = None,
 ) -> Path:
     tell("prediction and measurement agree")
     page = (out or store_root) / "report.html"

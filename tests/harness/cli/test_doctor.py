@@ -12,6 +12,7 @@ import fake_point
 import pytest
 
 from harness.cli.main import main
+from harness.config.schema import Figures, ReportConfig
 from harness.store import ForeignFileError, survey
 from harness.store.commit import read_store
 from harness.store.manifest import Manifest, SweepPoint, checked_summary, write_manifest
@@ -181,6 +182,22 @@ def test_a_damaged_derived_file_is_made_anew_from_the_points(cli: Cli) -> None:
     assert cli("doctor", "results/default", "--repair")[0] == 0
     assert cli("doctor", "results/default")[0] == 0
     assert runs() == 3
+
+
+def test_a_repair_writes_the_report_that_the_sweep_asked_for(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli("sweep", "cost.cache_dir=.", "workload.seed=1,2,3", "report.figures=svg", "report.latex=true")
+    shown: list[ReportConfig] = []
+    write = fake_point.write_report
+    monkeypatch.setattr(
+        fake_point,
+        "write_report",
+        lambda *words, **more: shown.append(more["options"]) or write(*words, **more),
+    )
+    (STORE / "summary.parquet").write_bytes(b"PAR1 nothing PAR1")
+    assert cli("doctor", "results/default", "--repair")[0] == 0
+    assert shown == [ReportConfig(figures=Figures.svg, latex=True)]
 
 
 def test_a_point_that_was_deleted_is_named_and_run_again(cli: Cli) -> None:

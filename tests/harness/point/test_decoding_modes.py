@@ -12,7 +12,15 @@ from engine.core.options import CachePolicy, Decoding, Preemption, SpeculationMo
 from harness.config.checks import check_config
 from harness.config.compose import normalise
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, DecodingMode, Figures, RunConfig, TraceFormat, Widths
+from harness.config.schema import (
+    CostKind,
+    DecodingMode,
+    Figures,
+    ReportConfig,
+    RunConfig,
+    TraceFormat,
+    Widths,
+)
 from harness.point import check_point, point_identity, run_point
 from harness.report import write_report
 from harness.store.commit import Layout, commit_point, parquet_bytes
@@ -343,5 +351,5 @@ def test_a_curve_has_room_for_a_metric_without_a_figure(config: RunConfig, tmp_p
         which = {"config": asdict(config), "overrides": [f"decoding.draft_tokens={drafts}"]}
         record = replace(result.record, **which, comparison=rows)
         commit_point(tmp_path / "store", f"{drafts:032d}", record, result.tables)
-    page = write_report(tmp_path / "store", figures=Figures.svg)
+    page = write_report(tmp_path / "store", options=ReportConfig(figures=Figures.svg))
     assert "no figure at these points" in page.read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from shared_folder import made_once
 from synthetic_store import grid, write_store
 from tiers import tier
 
-from harness.config.schema import Figures
+from harness.config.schema import Figures, ReportConfig
 from harness.report import write_report
 
 SMALL = {"cache.block_size": (8, 16), "workload.prefix_share": (0.0, 0.5), "decoding.beam_width": (1, 2)}
@@ -25,7 +25,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def write(folder: Path) -> None:
         write_store(folder, grid(SMALL), name="<fragmentation>")
-        write_report(folder, figures=tier(Figures.svg, Figures.all))
+        write_report(folder, options=ReportConfig(figures=tier(Figures.svg, Figures.all)))
 
     return made_once(tmp_path_factory, "store_with_page", write) / "report" / "index.html"
 

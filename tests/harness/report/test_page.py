@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from synthetic_store import grid, write_failure, write_point, write_store
 
-from harness.config.schema import Figures
+from harness.config.schema import Figures, ReportConfig
 from harness.metrics.record import PointRecord
 from harness.report import ReportError, verdict_lines, write_report
 from harness.report.study import read_study
@@ -32,7 +32,7 @@ def text_of(page: Path) -> str:
 
 def words_of(store: Path) -> str:
     """The page of a report on `store` without its figures, which take most of the time."""
-    return text_of(write_report(store, figures=Figures.none))
+    return text_of(write_report(store, options=ReportConfig(figures=Figures.none)))
 
 
 def test_sections_stand_in_the_order_of_the_readers_questions(page):
@@ -250,7 +250,7 @@ def test_a_missing_step_table_costs_one_figure(tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_written_is_named(store, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ReportError, match="cannot write the report to"):
-        write_report(store, out=tmp_path / "file", figures=Figures.none)
+        write_report(store, out=tmp_path / "file", options=ReportConfig(figures=Figures.none))
 
 
 def test_pace_and_the_date_of_calibration_stand_where_a_reader_looks_for_them(tmp_path):
@@ -286,7 +286,7 @@ def test_points_are_told_apart_where_no_sweep_says_how(tmp_path):
 
 def test_a_report_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
     write_point(tmp_path, ONE)
-    page = write_report(tmp_path, figures=Figures.none)
+    page = write_report(tmp_path, options=ReportConfig(figures=Figures.none))
     before = {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()}
     write_point(tmp_path, TWO)
 
@@ -295,7 +295,7 @@ def test_a_report_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, 
 
     monkeypatch.setattr("harness.store.atomic._write", full)
     with pytest.raises(ReportError, match=r"cannot write the report to .*: No space left"):
-        write_report(tmp_path, figures=Figures.none)
+        write_report(tmp_path, options=ReportConfig(figures=Figures.none))
     assert {path: path.read_bytes() for path in page.parent.rglob("*") if path.is_file()} == before
 
 

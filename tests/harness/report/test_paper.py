@@ -214,7 +214,7 @@ def test_the_keys_of_a_sweep_and_the_options_of_report_ask_for_the_same(store: P
     words = ["report", str(store), "--paper", "both", "--serif", "--latex"]
     main(words, report=report)
     main(words[:2], report=report)
-    assert asked == [options_of(manifest), None]
+    assert asked == [options_of(manifest), ReportConfig()]
     assert asked[0] == ReportConfig(paper=Paper.both, serif=True, latex=True)
 
 

@@ -12,7 +12,7 @@ from synthetic_store import grid, write_store
 
 from harness.cli import report as command
 from harness.config.errors import UserError
-from harness.config.schema import Figures
+from harness.config.schema import Figures, ReportConfig
 from harness.metrics import METRICS
 from harness.report import study, verdict_lines, write
 from harness.report.axes import VALUES, comparison_table, find_axes
@@ -72,7 +72,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory, few: None) -> Path:
     root = write_store(tmp_path_factory.mktemp("large"), grid(SMALL))
     manifest = read_manifest(root)
     assert manifest is not None
-    command.write_report(root, manifest, figures=Figures.none)
+    command.write_report(root, manifest, options=ReportConfig(figures=Figures.none))
     return root
 
 
@@ -111,7 +111,7 @@ def test_a_table_with_a_line_for_each_figure_of_an_earlier_smaller_report_goes(
     root = tmp_path / "copy"
     copytree(reported, root)
     (root / "report" / "figures" / "points.csv").write_text("an earlier one")
-    command.write_report(root, read_manifest(root), figures=Figures.none)
+    command.write_report(root, read_manifest(root), options=ReportConfig(figures=Figures.none))
     assert not (root / "report" / "figures" / "points.csv").exists()
 
 
@@ -152,7 +152,9 @@ def test_parts_that_are_read_in_several_processes_give_the_same_files(
     )
     copy = tmp_path / "copy"  # the report is noted in the manifest of its store
     copytree(reported, copy)
-    command.write_report(copy, read_manifest(copy), target=tmp_path, figures=Figures.none)
+    command.write_report(
+        copy, read_manifest(copy), target=tmp_path, options=ReportConfig(figures=Figures.none)
+    )
     assert started == [2]
     points = "figures/points_wide.csv"
     assert (tmp_path / points).read_bytes() == (reported / "report" / points).read_bytes()
