@@ -120,7 +120,7 @@ class Trial:
     step_tokens: float = inf  # the largest step's
     spare_slots: float = 0.0  # of the pool, in the step with the fewest that no request holds
     copies: int = 1  # of the requests, sent one after the other
-    left: float = 0.0  # share of the requests that are in the server as the last one arrives
+    always: float = 0.0  # share of the requests that are in the server at any time after the start-up
     busiest: bool = False  # of the busiest window alone
 
     @property
@@ -359,7 +359,7 @@ class LoadCase:
         first = copies or self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, first), rate, changes, seed, end)
         more = copies or self._copies(trace, self._wanted_s(trial))
-        if not copies and (trial.growth or (first % 2 and trial.left > 1 / _MEAN_STAYS)):  # halves tell
+        if not copies and (trial.growth or (first % 2 and trial.always > 1 / _MEAN_STAYS)):  # halves tell
             more = 2 * max(first, ceil(more / 2))
         if more > first and replace(trial, growth=0.0).met:
             trial = self._simulated(part, repeated(trace, more), rate, changes, seed, end)
@@ -449,9 +449,9 @@ class LoadCase:
         span_s, steps = float(arrival_us[-1] - arrival_us[0]) / 1e6, found.log.steps
         largest = float((steps["prefill_tokens"] + steps["decode_rows"]).max(initial=0))
         spare = float((steps["free"] + steps["cached"]).min(initial=point.pool.tokens))
-        left = float(np.mean(~(np.asarray(found.log.requests["finish_s"]) <= arrival_us[-1] / 1e6)))
+        always = float(_windows(found.log).min()) / len(arrival_us)
         facts = found.metrics, found.outcome, found.extrapolated, broken, grows, span_s, end, largest
-        return Trial(rate, changes, seed, *facts, spare_slots=spare, copies=copies, left=left)
+        return Trial(rate, changes, seed, *facts, spare_slots=spare, copies=copies, always=always)
 
     # -- what no simulation needs to show -------------------------------------------------------------------
 
@@ -511,32 +511,35 @@ def growth(log: RunLog, halves: bool = False) -> float:
     Where both `halves` of the requests are the same ones, it is the number at the end of the second half beyond that at
     the end of the first, in means over a tenth of a half: whatever the load does within a half, it does in both.
 
-    Else the number is averaged over ten windows of equal time, the first is left out as the start-up. It grows where
-    the slope over the others differs from 0 by Student's test at 99 %.
+    Else it grows where the slope over windows of time differs from 0 by Student's test at 99 %.
     """
-    arrived = np.sort(np.asarray(log.requests["arrival_s"], np.float64))
-    left = np.sort(np.nan_to_num(np.asarray(log.requests["finish_s"], np.float64), nan=np.inf))
-    span = float(arrived[-1] - arrived[0]) if len(arrived) else 0.0
-    if span <= 0 or len(arrived) < FEWEST:
-        return 0.0
-
-    def inside(at: FloatArray) -> FloatArray:
-        found = np.searchsorted(arrived, at, "right") - np.searchsorted(left, at, "right")
-        means: FloatArray = found.reshape(-1, _SAMPLES).mean(axis=1)
-        return means
-
+    arrived = np.sort(log.requests["arrival_s"])
     if halves:
         second = len(arrived) // 2
         last, period = arrived[second - 1], arrived[second] - arrived[0]
         at = np.linspace(last - (last - arrived[0]) / _WINDOWS, last, _SAMPLES)
-        share = float(np.diff(inside(np.concatenate([at, at + period])))[0]) / second
+        share = float(np.diff(_inside(log, np.concatenate([at, at + period])))[0]) / second
         return share if share >= _LEAST_GROWTH else 0.0
-    means = inside(np.linspace(arrived[0], arrived[-1], _SAMPLES * _WINDOWS))[1:]
+    means = _windows(log)
     (slope, _), covariance = np.polyfit(np.arange(len(means)), means, 1, cov=True)
     share = (
         float(slope) * _WINDOWS / len(arrived)
     )  # a window is a tenth of the time, in which a tenth arrives
     return share if slope > _STUDENT * covariance[0, 0] ** 0.5 and share >= _LEAST_GROWTH else 0.0
+
+
+def _windows(log: RunLog) -> FloatArray:
+    """The requests in the server in ten windows of equal time while they arrive, but for the first, the start-up."""
+    arrived = log.requests["arrival_s"]
+    return _inside(log, np.linspace(min(arrived), max(arrived), _SAMPLES * _WINDOWS))[1:]
+
+
+def _inside(log: RunLog, at: FloatArray) -> FloatArray:
+    """The requests in the server in the mean of each 40 of the times `at`, in seconds."""
+    arrived, finished = (np.sort(log.requests[name]) for name in ("arrival_s", "finish_s"))
+    found = np.searchsorted(arrived, at, "right") - np.searchsorted(finished, at, "right")
+    means: FloatArray = found.reshape(-1, _SAMPLES).mean(axis=1)
+    return means
 
 
 def busiest_window(trace: Trace) -> Trace:

@@ -184,7 +184,7 @@ def test_every_command_predicts_the_same_of_a_case(name: str, tmp_path: Path) ->
     """`run` the very figures of `advise`, `twin` the same within the bands that it states."""
     asked = TABLE[name]
     case = asked_case(asked, tmp_path)
-    trial = case.run(rate=None if case.held_back else case.rate, copies=1)
+    trial = case.run(copies=1)
     trace = case.trace
     swept = by_run(asked, case, trace, tmp_path)
     assert {each: swept[each] for each in FIGURES} == pytest.approx(
