@@ -109,8 +109,7 @@ def main(requests: int = 300, rounds: int = 3) -> None:
         assert each.request.identity is not None
         rows.append((each.request, each.request.identity.prompt_hashes(BLOCK_SIZE)))
     asked = len({each for _, hashes in rows for each in hashes})
-    largest = max(len(hashes) for _, hashes in rows)
-    blocks = max(asked // 8, 2 * largest)
+    blocks = max(asked // 8, 2 * max(len(hashes) for _, hashes in rows))
     singles = [(owner, (each,)) for owner, hashes in rows for each in hashes]
     loads = {
         "replay": replays(requests, blocks * BLOCK_SIZE),

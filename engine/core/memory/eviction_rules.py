@@ -10,15 +10,14 @@ from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
 from itertools import chain, count, repeat
-from typing import Any
 
 from engine.core.identity import BlockHash
 from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Eviction
 
 _Key = float | int
-# key, number of its run, place from the end, block, what follows it
-_Entry = tuple[_Key, int, int, int, list[Any]]
+# its lowest key, its number, keys and blocks, the lowest key last
+_Run = tuple[_Key, int, list[_Key], list[int]]
 
 
 class Run(list[int]):
@@ -72,8 +71,7 @@ class RankedQueue(EvictionPolicy):
         """Empty the ranks from the lowest on."""
         self.check_count(count)
         victims: list[int] = []
-        for rank in sorted(self._ranks):
-            queue = self._ranks[rank]
+        for _, queue in sorted(self._ranks.items()):  # no two ranks are equal
             victims += queue.pop(min(len(queue), count - len(victims)))
         for block in victims:
             del self._run_of[block]
@@ -167,21 +165,21 @@ class KeyedQueue(EvictionPolicy):
 
     A subclass says the keys of a table's blocks when they are released. `last_key` is that of the last one evicted.
 
-    Blocks that are released at once are a run, sorted once, and the heap has the first entry of each run. A block that
+    Blocks that are released at once are a run, sorted once, and the heap has each run by its lowest key. A block that
     is used again leaves a stale entry, which is skipped.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[_Entry] = []
-        self._run_of: dict[int, int] = {}
-        self._runs = self._stale = 0
+        self._heap: list[_Run] = []
+        self._run_of: dict[int, int] = {}  # also of blocks that were evicted
+        self._runs = self._stale = self._size = 0
         self.last_key: _Key = 0.0
 
     def __len__(self) -> int:
-        return len(self._run_of)
+        return self._size
 
-    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
+    def keys(self, blocks: Sequence[int], table: Released) -> list[_Key]:
         """The key of each of `blocks`, which are some."""
         raise NotImplementedError
 
@@ -189,46 +187,47 @@ class KeyedQueue(EvictionPolicy):
         """Add the blocks by their keys."""
         if blocks:
             self._runs += 1
+            self._size += len(blocks)
             self._run_of.update(zip(blocks, repeat(self._runs)))
-            run, keys = list[_Entry](), self.keys(blocks, table)
-            if len(blocks) > 1:
-                run += zip(reversed(keys), repeat(self._runs), count(), reversed(blocks), repeat(run))
-                run.sort(reverse=True)
-            heappush(self._heap, run.pop() if run else (keys[0], self._runs, 0, blocks[0], run))
+            keys, run = self.keys(blocks, table), list(blocks)
+            if len(run) > 1 and (ordered := sorted(keys, reverse=True)) != keys:
+                run = [run[at] for at in sorted(range(len(run)), key=keys.__getitem__, reverse=True)]
+                keys = ordered
+            heappush(self._heap, (keys[-1], self._runs, keys, run))
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""
         for block in queued:
             del self._run_of[block]
+        self._size -= len(queued)
         self._stale += len(queued)
-        if self._stale > 64 + 2 * len(self._run_of):
-            self._heap, self._stale = self._entries(), 0
-            for *_, run in self._heap:
-                run.clear()
+        if self._stale > 64 + 2 * self._size:
+            self._heap = [(key, number, [key], [block]) for key, number, _, block in self._entries()]
+            self._stale = 0
 
-    def _entries(self) -> list[_Entry]:
+    def _entries(self) -> list[tuple[_Key, int, int, int]]:
         """Those that are not stale, in order."""
-        every = chain(self._heap, *(run for *_, run in self._heap))
-        return sorted(entry for entry in every if self._run_of.get(entry[3]) == entry[1])
+        runs = (zip(keys[::-1], repeat(number), count(), run[::-1]) for _, number, keys, run in self._heap)
+        return sorted(entry for entry in chain(*runs) if self._run_of.get(entry[3]) == entry[1])
 
     def pop(self, count: int) -> list[int]:
         """Remove the blocks with the lowest keys."""
         self.check_count(count)
         heap, run_of, victims, key = self._heap, self._run_of, list[int](), self.last_key
         while len(victims) < count:
-            key, number, _, block, run = heap[0]
-            if not run:
+            key, number, keys, run = heap[0]
+            block = run.pop()
+            keys.pop()
+            if not keys:
                 heappop(heap)
-            elif run[-1][0] == key:  # no other can be before it
-                heap[0] = run.pop()
-            else:
-                heapreplace(heap, run.pop())
+            elif (after := keys[-1]) != key:  # else no other can be before it
+                heapreplace(heap, (after, number, keys, run))
             if run_of.get(block) == number:
-                del run_of[block]
                 victims.append(block)
             else:
                 self._stale -= 1
         self.last_key = key
+        self._size -= count
         self.forget(victims)
         return victims
 
@@ -466,7 +465,7 @@ class CountingQueue(EvictionPolicy):
 class LfuQueue(CountingQueue, KeyedQueue):
     """What was used least often first. Who uses a block uses those before it, so leaves of the prefix tree go first."""
 
-    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
+    def keys(self, blocks: Sequence[int], table: Released) -> list[_Key]:
         """Uses since the block was filled."""
         return [*map(self._uses.get, blocks, repeat(0))]
 
@@ -482,15 +481,16 @@ class GdsfQueue(LfuQueue):
         super().__init__()
         self._seconds_before: list[float] = []  # by place, to compute what is before it
 
-    def keys(self, blocks: Sequence[int], table: Released) -> Sequence[_Key]:
+    def keys(self, blocks: Sequence[int], table: Released) -> list[_Key]:
         """Age at release + (1 + uses) x seconds."""
         places, before, size = table.places(blocks), self._seconds_before, self.facts.block_size
         before += [self.facts.seconds(place * size) for place in range(len(before), places[-1] + 2)]
-        whole, starts, age = before[places[-1] + 1], map(before.__getitem__, places), self.last_key
-        if self._uses.keys().isdisjoint(blocks):
-            return [age + (whole - at) for at in starts]
-        counts = map(self._uses.get, blocks, repeat(0))
-        return [age + (1 + uses) * (whole - at) for uses, at in zip(counts, starts, strict=True)]
+        whole, starts, age = before[places[-1] + 1], [*map(before.__getitem__, places)], self.last_key
+        keys = [age + (whole - at) for at in starts]
+        for at, block in enumerate(() if self._uses.keys().isdisjoint(blocks) else blocks):
+            if uses := self._uses.get(block):
+                keys[at] = age + (1 + uses) * (whole - starts[at])
+        return keys
 
 
 class S3FifoQueue(CountingQueue, PlacedQueue):
