@@ -95,6 +95,10 @@ class _Grid:
         points = plan_sweep(request, session).points
         if not points[0].config.measure:
             raise UserError("--measure N measures: leave out measure=false")
+        if any(planned.config.replay.repeats < 2 for planned in points):
+            raise UserError(
+                "--measure N tells noise from runs: replay.repeats must be at least 2 (default: 3)"
+            )
         found, counts = [], []
         for planned in points:
             point = resolve(planned.config)

@@ -94,6 +94,10 @@ def test_a_regret_of_throughput_is_a_share_of_what_the_best_cell_has() -> None:
         (("--measure", "3"), "needs a grid"),
         (("--measure", "0", "cache.block_size=8,16"), "at least 1 cell"),
         (("--measure", "3", "cache.block_size=8,16", "measure=false"), "leave out measure=false"),
+        (
+            ("--measure", "3", "cache.block_size=8,16", "replay.repeats=1"),
+            "replay.repeats must be at least 2",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
