@@ -35,13 +35,18 @@ PUBLISHED_CASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "Azure conversations": ("azure-llm-2023/AzureLLMInferenceTrace_conv.csv", H100),
     "Azure code": ("azure-llm-2023/AzureLLMInferenceTrace_code.first4000.csv", H100),
     "Mooncake, 8,192 tokens": ("mooncake-fast25/conversation_trace.jsonl", H100),
+    "Azure, in groups": (
+        "azure-llm-2023/AzureLLMInferenceTrace_conv.csv",
+        ("model=gemma3_12b", "device=h100"),
+    ),
+    "Mooncake, in groups": ("mooncake-fast25/conversation_trace.jsonl", ("model=gemma3_12b", "device=h100")),
     "Mooncake, long": ("mooncake-fast25/conversation_trace.jsonl", ("model=llama31_8b", "device=h100")),
 }
 MADE_CASES: dict[str, tuple[str, ...]] = {
     "a burst": H100,
     "a closed loop": (*H100, "replay.mode=closed", "replay.users=8"),
     "two replicas": (*H100, "device.data_parallel=2"),
-    "groups": ("model=gemma3_12b", "device=h100"),
+    "groups, few requests": ("model=gemma3_12b", "device=h100"),
 }
 
 

@@ -29,7 +29,7 @@ SLOWEST = 0.01  # of the trace's own rate: requests that hardly meet
 _WORTH_WORKERS_S = 5.0  # of the first seed's search; processes take seconds to start
 _FIRST_FACTOR = 1.2  # by which a search leaves its start
 _OVERLOADED = 0.9  # of the rate that an overloaded server serves: where the edge is sought first
-_CLOSE = 1.05  # a load so many times what is served says where the edge is
+_STEPS = 1.75  # above the highest good one: an edge that is guessed below is sought one step above
 _NEAR = 1.5  # times the bound or its inverse: so near, the steepness at the edge tells where that is
 Tell = Callable[[str], None]
 
@@ -91,7 +91,7 @@ def highest(
                 value, factor = min(good * factor, middle), min(factor**2, HIGHEST_RATE)
             elif bad / good <= step**2 or wrong > 1:
                 value = middle
-            elif guess <= good * step:
+            elif guess <= good * step**_STEPS:
                 value = good * step
             else:
                 value = bad / step if guess >= bad / step else guess / step**0.5
