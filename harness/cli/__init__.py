@@ -8,37 +8,26 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from harness.config.errors import UserError
 
 if TYPE_CHECKING:
-    from harness.sweep.execute import PointFunctions
+    from harness.point import PointSession
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 
 
-class ReportFunctions(Protocol):
-    """The functions of `harness.report` that a command calls. A test passes a module or an object of its own."""
-
-    @property
-    def ReportError(self) -> type[Exception]:  # noqa: N802 - the name of the class in the package
-        """Raised where there is nothing to report on."""
-
-    @property
-    def write_report(self) -> Callable[..., Path]:
-        """Write the report of a store and return its page."""
-
-
 @dataclass(frozen=True)
 class Arguments:
-    """The parsed command line, and what takes the place of `harness.point` and `harness.report`, if anything."""
+    """The parsed command line, and what takes the place of a session and of `harness.report`, if anything."""
 
     command: str
     flags: argparse.Namespace
     overrides: tuple[str, ...]
-    point: "PointFunctions | None" = None
-    report: ReportFunctions | None = None
+    session: "PointSession | None" = None
+    report: ModuleType | None = None
 
 
 @dataclass(frozen=True)

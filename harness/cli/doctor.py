@@ -4,7 +4,7 @@ import shlex
 from pathlib import Path
 
 from harness.cli import Arguments, report
-from harness.cli.sweep import exchanging, locked, point_functions, stoppable
+from harness.cli.sweep import exchanging, locked, new_session, stoppable
 from harness.cluster import refuse_beside_jobs
 from harness.cluster.book import Book
 from harness.cluster.slurm import log_of
@@ -187,8 +187,8 @@ def _repair(
         if manifest is None or request is None:
             remark("without sweep.json it is not known how they were made; run the sweep again")
             return 1
-        functions = arguments.point or point_functions()
-        sweep = plan_sweep(request, functions) if names else None
+        session = arguments.session or new_session()
+        sweep = plan_sweep(request, session) if names else None
         todo = [planned for planned in sweep.points if planned.fingerprint in names] if sweep else []
         if len(todo) < len(names):
             lost = numbered(len(names) - len(todo), "point")
@@ -196,7 +196,7 @@ def _repair(
         committed = remote.push_point if remote is not None else None
         failed, interrupted = 0, False
         if sweep is not None and todo:
-            outcome = execute(sweep, todo, runner=functions.run_point, committed=committed)
+            outcome = execute(sweep, todo, session, committed=committed)
             failed, interrupted = len(outcome.failed), outcome.interrupted
         if not interrupted and any(Layout(root).points.glob("*/record.json")):
             report.write_report(root, manifest, arguments.report)

@@ -23,7 +23,6 @@ from harness.cli import (
     INTERRUPTED,
     WRONG_INPUT,
     Arguments,
-    ReportFunctions,
     completion,
     engine,
     pages,
@@ -35,7 +34,9 @@ from harness.config.errors import UserError
 from harness.console import OutputError, remark, shortened
 
 if TYPE_CHECKING:
-    from harness.sweep.execute import PointFunctions
+    from types import ModuleType
+
+    from harness.point import PointSession
 
 COMMANDS = (
     *store.COMMANDS,
@@ -111,14 +112,14 @@ def _refusal(word: str, command: str, takes_overrides: bool) -> str:
 def main(
     words: Sequence[str] | None = None,
     *,
-    point: "PointFunctions | None" = None,
-    report: ReportFunctions | None = None,
+    point: "PointSession | None" = None,
+    report: "ModuleType | None" = None,
 ) -> int:
     """Run a command line and return its exit code.
 
     Args:
         words: the command line without the program's name; None takes that of this process.
-        point: plans and runs the points of a sweep; None takes `harness.point`.
+        point: plans and runs the points of a sweep; None takes a session of `harness.point`.
         report: writes reports; None takes `harness.report`.
     """
     if completion.ASKED in os.environ:
@@ -127,7 +128,7 @@ def main(
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         run = arguments.flags.run
         command = resolve_name(run) if isinstance(run, str) else run
-        code: int = command(replace(arguments, point=point, report=report))
+        code: int = command(replace(arguments, session=point, report=report))
         return code
     except UserError as error:
         remark(shortened(f"error: {error}"))

@@ -175,15 +175,15 @@ def _run_reproduce(arguments: Arguments) -> int:
     if flags.list:
         say(list_options("reproduce"))
         return 0
-    from harness.cli.sweep import point_functions, stoppable
+    from harness.cli.sweep import new_session, stoppable
     from harness.papers.reproduce import run_experiment
     from harness.papers.reproduce_page import write_results
 
-    page, point = None, point_functions()
+    page, session = None, new_session()
     with stoppable():
         for number, found in enumerate(chosen, start=1):
             remark(f"[{number}/{len(chosen)}] {found.figure}: {found.title}")
-            result = run_experiment(found, runs, point, remark)
+            result = run_experiment(found, runs, session, remark)
             page = write_results([result], out, options(REPRODUCE))
             say(f"{found.name}: {result.verdict}")
     say(str(page))

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from harness.cli import INTERRUPTED, Arguments, ReportFunctions
+from harness.cli import INTERRUPTED, Arguments
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override
 from harness.config.paths import NO_KERNELS, check_kernels, is_url
@@ -30,9 +31,7 @@ MOST_UNNAMED = 5000  # points of a store without a manifest; their whole records
 MOST_AT_ONCE = 2000  # points whose records are held in memory together; the page shows some of more
 
 
-def finish(
-    out: Path, manifest: Manifest, outcome: SweepOutcome, report: ReportFunctions | None = None
-) -> int:
+def finish(out: Path, manifest: Manifest, outcome: SweepOutcome, report: ModuleType | None = None) -> int:
     """Write summary and report of a sweep and print its outcome; returns the exit code.
 
     `report` takes the place of `harness.report`.
@@ -53,7 +52,7 @@ def finish(
     return 0 if written and not outcome.failed else 1
 
 
-def _try_to_report(out: Path, manifest: Manifest, report: ReportFunctions | None) -> bool:
+def _try_to_report(out: Path, manifest: Manifest, report: ModuleType | None) -> bool:
     """Write the report; returns whether that was possible. The points are kept in any case."""
     try:
         _report_if_outdated(out, manifest, report)
@@ -67,7 +66,7 @@ def _try_to_report(out: Path, manifest: Manifest, report: ReportFunctions | None
 def write_report(
     out: Path,
     manifest: Manifest | None,
-    report: ReportFunctions | None = None,
+    report: ModuleType | None = None,
     target: Path | None = None,
     options: ReportConfig | None = None,
     against: Path | None = None,
@@ -99,7 +98,7 @@ def write_report(
     options = options or options_of(manifest)
     verdict: list[str] = []
     try:
-        path = report.write_report(
+        path: Path = report.write_report(
             out,
             out=target,
             additions=_additions(kernels_of(out, options.kernels), out, against),
@@ -158,7 +157,7 @@ def _changes_section(root: Path, against: Path, _: Any) -> Any:
     return ExtraSection("changes", "What changed", text=[said], tables=tables, notes=largest)
 
 
-def _report_if_outdated(out: Path, manifest: Manifest, report: ReportFunctions | None) -> None:
+def _report_if_outdated(out: Path, manifest: Manifest, report: ModuleType | None) -> None:
     """Write the report, unless the existing one was written from exactly these points and kernels."""
     known, kernels = known_manifest(out), kernels_of(out, options_of(manifest).kernels)
     if known is not None and known.report and same_sweep(known, manifest):

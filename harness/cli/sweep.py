@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from harness.cli import INTERRUPTED, Arguments
 from harness.cli.report import finish, known_manifest, same_sweep, show_problems
@@ -26,8 +27,11 @@ from harness.store.manifest import Manifest, SweepPoint, keep_report, still_ther
 from harness.store.remote import RemoteStore, shown
 from harness.store.survey import survey
 from harness.sweep import plan
-from harness.sweep.execute import PointFunctions, SweepOutcome, execute
+from harness.sweep.execute import SweepOutcome, execute
 from harness.sweep.progress import WORTH_SAYING_S, TimeModel, at_once, duration, time_model
+
+if TYPE_CHECKING:
+    from harness.point import PointSession
 
 _STOPPING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -55,8 +59,8 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 def sweep_command(arguments: Arguments) -> int:
     """Run the points of the command line that are not done yet, and write the report; returns the exit code."""
-    request, point = _request(arguments), arguments.point or point_functions()
-    sweep = plan.plan_sweep(request, point, progress=planning)
+    request, session = _request(arguments), arguments.session or new_session()
+    sweep = plan.plan_sweep(request, session, progress=planning)
     _announce(sweep)
     remote = remote_store(sweep.points[0].config.out)
     if arguments.flags.dry_run:
@@ -65,11 +69,11 @@ def sweep_command(arguments: Arguments) -> int:
         content = _read(sweep.out)
         return _dry_run(sweep, _left(sweep, content, arguments), content)
     with stoppable(), locked(sweep.out), exchanging(remote):
-        return _run(sweep, arguments, point, remote)
+        return _run(sweep, arguments, session, remote)
 
 
-def point_functions() -> PointFunctions:
-    """The points of one command, imported when they are needed."""
+def new_session() -> "PointSession":
+    """What the points of one command share, imported when it is needed."""
     from harness.point import PointSession
 
     return PointSession()
@@ -86,7 +90,7 @@ def exchanging(remote: RemoteStore | None) -> AbstractContextManager[None]:
 
 
 def _run(
-    sweep: plan.SweepPlan, arguments: Arguments, point: PointFunctions, remote: RemoteStore | None
+    sweep: plan.SweepPlan, arguments: Arguments, session: "PointSession", remote: RemoteStore | None
 ) -> int:
     """Execute the points that are left and report. The caller holds the lock of the store."""
     manifest, known = _manifest(sweep, arguments), known_manifest(sweep.out)
@@ -95,7 +99,7 @@ def _run(
     del content
     for planned in todo if arguments.flags.force else ():
         forget_runs(sweep.out, planned.fingerprint)
-    backend = backend_for(sweep, point, force=arguments.flags.force) if todo else None
+    backend = backend_for(sweep, session, force=arguments.flags.force) if todo else None
     if todo or not same_sweep(known, manifest):
         _open_store(sweep.out, manifest, known)
         if remote is not None:
@@ -109,15 +113,7 @@ def _run(
         remark(_how_long(sweep, todo, times))
     try:
         committed = remote.push_point if remote is not None else None
-        outcome = execute(
-            sweep,
-            todo,
-            runner=point.run_point,
-            stages=point.point_stages,
-            backend=backend,
-            times=times,
-            committed=committed,
-        )
+        outcome = execute(sweep, todo, session, backend=backend, times=times, committed=committed)
     finally:
         remove_leftovers(sweep.out)
     if outcome.interrupted and (runs := len([*sweep.out.glob(".open/*/*.run")])):

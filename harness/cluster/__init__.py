@@ -2,20 +2,24 @@
 
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from harness.cluster.book import Book
 from harness.config.errors import ConfigError
 from harness.config.schema import Place
 from harness.sweep.execute import PointBackend
-from harness.sweep.plan import PointChecks, SweepPlan
+from harness.sweep.plan import SweepPlan
+
+if TYPE_CHECKING:
+    from harness.point import PointSession
 
 
-def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -> PointBackend | None:
+def backend_for(sweep: SweepPlan, session: "PointSession", *, force: bool = False) -> PointBackend | None:
     """The backend that `execute` asks for; None for this machine. The caller holds the lock of the store.
 
     Args:
         sweep: the whole sweep.
-        checks: plans and identifies points; nodes check by it that a point is what its name says.
+        session: runs and identifies points; nodes check by it that a point is what its name says.
         force: points are run although they have records.
 
     Raises:
@@ -29,12 +33,12 @@ def backend_for(sweep: SweepPlan, checks: PointChecks, *, force: bool = False) -
         from harness.cluster.slurm import check_installed, run_on_slurm
 
         check_installed()
-        return partial(run_on_slurm, checks=checks, force=force)
+        return partial(run_on_slurm, session=session, force=force)
     if place is Place.ray:
         from harness.cluster.ray_tasks import check_ray, run_on_ray
 
         check_ray(sweep)
-        return partial(run_on_ray, checks=checks)
+        return partial(run_on_ray, session=session)
     return None
 
 

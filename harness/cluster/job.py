@@ -35,7 +35,6 @@ from harness.sweep.execute import (
     Done,
     PointRunner,
     Progress,
-    StorableResult,
     run_and_commit,
     run_in_workers,
     store_failure,
@@ -45,6 +44,8 @@ from harness.sweep.progress import TimeModel, work_of
 
 if TYPE_CHECKING:
     from submitit.helpers import DelayedSubmission
+
+    from harness.point import PointResult
 
 
 # `harness.point.point_identity`: what a result depends on beside the configuration.
@@ -60,7 +61,7 @@ class CheckedRunner:
     expected: frozenset[str]
     journal: Journal | None = None
 
-    def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> StorableResult:
+    def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> "PointResult":
         """Check, note the beginning, run. Raises UserError where the node sees another point."""
         name = fingerprint(config, self.identity(config))
         if name not in self.expected:

@@ -11,20 +11,22 @@ import socket
 import tempfile
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.cluster.job import CheckedRunner, Identity
 from harness.config.errors import ConfigError
 from harness.config.schema import ExecuteConfig, RunConfig
 from harness.console import install_hint, numbered
-from harness.metrics.record import PointRecord
 from harness.sweep.execute import Done, PointRunner, commit_result, described, store_failure
-from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
+from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Reporter
+
+if TYPE_CHECKING:
+    from harness.point import PointResult, PointSession
 
 _LOOK_S = 5.0  # between two looks at the cluster while nothing ends
 _KNOCK_S = 20.0  # to wait for the head node's answer
@@ -40,11 +42,9 @@ def check_ray(sweep: SweepPlan) -> None:
 
 @dataclass(frozen=True)
 class _Result:
-    """A point that has run, as it travels from its node to the driver."""
+    """A point that has run, as it travels from its node to the driver, and for how long it ran."""
 
-    record: PointRecord
-    tables: Mapping[str, Mapping[str, Any]]
-    files: Mapping[str, bytes]
+    result: "PointResult"
     took_s: float
 
 
@@ -63,7 +63,7 @@ def run_remotely(config: RunConfig, name: str, runner: PointRunner, identity: Id
         result = CheckedRunner(runner, identity, frozenset([name]))(config)
     except Exception as error:  # a failing point must not stop the others
         return _Failure(*described(error))
-    return _Result(result.record, result.tables, result.files, time.perf_counter() - started)
+    return _Result(result, time.perf_counter() - started)
 
 
 def run_on_ray(
@@ -72,7 +72,7 @@ def run_on_ray(
     runner: PointRunner,
     reporter: Reporter,
     *,
-    checks: PointChecks,
+    session: "PointSession",
 ) -> Iterator[Done]:
     """Run points as tasks; yields each when it is committed or has failed. A backend of `harness.sweep.execute`.
 
@@ -82,7 +82,7 @@ def run_on_ray(
     """
     execute = sweep.points[0].config.execute
     with _connected(execute, sweep.workers, reporter):
-        yield from _RayDriver(sweep, deque(todo), runner, checks.point_identity, reporter).run()
+        yield from _RayDriver(sweep, deque(todo), runner, session.point_identity, reporter).run()
 
 
 @contextmanager
@@ -176,13 +176,13 @@ class _RayDriver:
 
         point = self.running.pop(reference)
         try:
-            result = ray.get(reference)
+            ended = ray.get(reference)
         except RayError as error:
             blamed = isinstance(error, WorkerCrashedError | OutOfMemoryError)
             return self._lost(point, type(error).__name__, blamed)
-        if isinstance(result, _Failure):
-            return point, store_failure(point, self.sweep.out, result.error, result.traceback)
-        commit_result(point, self.sweep.out, result, result.took_s)
+        if isinstance(ended, _Failure):
+            return point, store_failure(point, self.sweep.out, ended.error, ended.traceback)
+        commit_result(point, self.sweep.out, ended.result, ended.took_s)
         return point, None
 
     def _lost(self, point: PlannedPoint, why: str, blamed: bool) -> Done | None:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from shutil import which
+from typing import TYPE_CHECKING
 
 from harness.cluster.book import Book, Journal, Submission
 from harness.cluster.job import Order, groups_of, submit
@@ -26,8 +27,11 @@ from harness.store import ForeignFileError, StoreError, StoreVersionError
 from harness.store.commit import Layout, read_file
 from harness.store.survey import survey
 from harness.sweep.execute import Done, PointRunner, store_failure
-from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
+from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, TimeModel, time_model
+
+if TYPE_CHECKING:
+    from harness.point import PointSession
 
 # Ends that say nothing about the points of the task.
 BLAMELESS = frozenset(["BOOT_FAIL", "CANCELLED", "NODE_FAIL", "PREEMPTED", "REVOKED"])
@@ -134,7 +138,7 @@ def run_on_slurm(
     runner: PointRunner,
     reporter: Reporter,
     *,
-    checks: PointChecks,
+    session: "PointSession",
     force: bool,
 ) -> Iterator[Done]:
     """Run points in jobs; yields each when it is committed or has failed. A backend of `harness.sweep.execute`.
@@ -144,7 +148,7 @@ def run_on_slurm(
         StoreError: the store cannot be written any more; the jobs were cancelled.
     """
     out, execute = sweep.out.absolute(), sweep.points[0].config.execute
-    order = Order(out, execute, runner, checks.point_identity, force)
+    order = Order(out, execute, runner, session.point_identity, force)
     driver = _SlurmDriver(order, {point.fingerprint: point for point in todo}, Book.read(sweep.out), reporter)
     try:
         yield from driver.run()

@@ -13,11 +13,11 @@ from engine.core.options import CachePolicy, GroupPages
 from engine.core.plan import StepPlan
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
-from harness import point
 from harness.config.errors import ConfigError, UserError
 from harness.config.groups import groups
 from harness.metrics.log import RunLog
 from harness.papers.sizes import shape_of
+from harness.point import PointSession
 from harness.point.cost import cost_model
 from harness.point.run import Progress, calibrated_cost
 from harness.replay.cost_model import CostModel
@@ -128,7 +128,7 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
     if request.varying:
         raise UserError(f"a replay shows one run; give one value for {', '.join(request.varying)}")
 
-    config = plan_sweep(request, point).points[0].config
+    config = plan_sweep(request, PointSession()).points[0].config
     if config.cache.policy is not CachePolicy.paged:
         raise ConfigError(
             "cache.policy", f"a replay shows blocks, and {config.cache.policy.value} has none; use paged"

@@ -16,6 +16,7 @@ from harness.config.groups import REPRODUCE, list_options, option_file, options
 from harness.config.overrides import quoted
 from harness.metrics.record import PointRecord
 from harness.papers import sizes
+from harness.point import PointSession
 from harness.store.atomic import exclusive, remove_leftovers
 from harness.store.commit import read_store
 from harness.store.manifest import Manifest, SweepPoint, write_manifest
@@ -148,15 +149,17 @@ class Result:
         return f"{good} of {len(judged)} values within {100 * found.within:g} %{more}{why}"
 
 
-def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[str], None]) -> Result:
-    """Run what is missing under `runs`, and judge. `runner` has the functions of `harness.point`.
+def run_experiment(
+    found: Experiment, runs: Path, session: PointSession, say: Callable[[str], None]
+) -> Result:
+    """Run what is missing under `runs`, and judge.
 
     Raises UserError where a point fails, with its message.
     """
     grids: dict[str, list[PointRecord]] = {}
     for name, overrides in found.grids.items():
         say(f"{found.name}: {name}")
-        grids[name] = _run_grid([*found.base, *overrides], runs / found.name / name, runner)
+        grids[name] = _run_grid([*found.base, *overrides], runs / found.name / name, session)
     values = {
         key: value
         for name, given in found.compute.items()
@@ -168,15 +171,15 @@ def run_experiment(found: Experiment, runs: Path, runner: Any, say: Callable[[st
     return Result(found, bars, _curves(found, grids), len(records), seconds)
 
 
-def _run_grid(overrides: Sequence[str], folder: Path, runner: Any) -> list[PointRecord]:
+def _run_grid(overrides: Sequence[str], folder: Path, session: PointSession) -> list[PointRecord]:
     request = run_request([*overrides, f"out={quoted(str(folder))}", "report.figures=none"])
-    sweep = plan_sweep(request, runner)
+    sweep = plan_sweep(request, session)
     with exclusive(folder):
         done = read_store(folder).records
         todo = [point for point in sweep.points if point.fingerprint not in done]
         if todo:
             write_manifest(folder, _manifest(sweep))
-            outcome = execute(sweep, todo, runner=runner.run_point)
+            outcome = execute(sweep, todo, session)
             remove_leftovers(folder)
             if outcome.interrupted:
                 raise KeyboardInterrupt

@@ -12,27 +12,28 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Console
 
 from harness.config.errors import UserError
 from harness.config.memory import point_memory, workers_that_fit
-from harness.config.schema import RunConfig
 from harness.console import remark
-from harness.metrics.record import PointRecord
 from harness.store import StoreError
 from harness.store.commit import Layout, commit_failure, commit_point
-from harness.sweep.plan import PlannedPoint, PointChecks, SweepPlan
+from harness.sweep.plan import PlannedPoint, SweepPlan
 from harness.sweep.progress import Failed, Reporter, TimeLeft, TimeModel, at_once, reporting, time_model
 from harness.workers import worker_pool
+
+if TYPE_CHECKING:
+    from harness.point import PointResult, PointSession
 
 _AHEAD = 4  # points handed in for each worker: the next one is there when one ends
 
@@ -40,51 +41,11 @@ Progress = Callable[[str, int, int], None]  # phase, requests done, requests in 
 Done = tuple[PlannedPoint, Failed | None]
 
 
-class StorableResult(Protocol):
-    """The result of running a point."""
-
-    @property
-    def record(self) -> PointRecord:
-        """The record, without the sections that identify the point."""
-
-    @property
-    def tables(self) -> Mapping[str, Mapping[str, Any]]:
-        """The tables `steps` and `requests`, each as columns by name."""
-
-    @property
-    def files(self) -> Mapping[str, bytes]:
-        """Further files by name."""
-
-
-class PointRunner(Protocol):
-    """A function that runs one point. It is pickled for worker processes."""
-
-    def __call__(self, config: RunConfig, *, progress: Progress | None = None) -> StorableResult:
-        """Run the point. An exception makes it a failed point."""
-
-
-class PointStages(Protocol):
-    """A function that runs one point in stages: it pauses before the first measured run and between runs."""
-
-    def __call__(
-        self, config: RunConfig, *, progress: Progress | None = None, kept: Path | None = None
-    ) -> Generator[None, None, StorableResult]:
-        """Run to the next pause; the generator's value is the result. An exception makes it a failed point.
-
-        Each measured run is written to the folder `kept` as it ends, and those that lie there are not taken again.
-        """
-
-
-class PointFunctions(PointChecks, Protocol):
-    """What a sweep calls: `harness.point.PointSession`. A test passes a module or an object of its own."""
-
-    @property
-    def run_point(self) -> PointRunner:
-        """Runs one point; it is pickled for worker processes."""
-
-    @property
-    def point_stages(self) -> PointStages:
-        """Runs a measured point in stages."""
+# A function that runs one point (config, progress=...), pickled for worker processes. A point that raises has failed.
+PointRunner = Callable[..., "PointResult"]
+# The same in stages (also kept=FOLDER): it pauses before the first measured run and between runs. Each run is written
+# to the folder as it ends, and those that lie there are not taken again.
+PointStages = Callable[..., Generator[None, None, "PointResult"]]
 
 
 class PointBackend(Protocol):
@@ -108,10 +69,9 @@ class SweepOutcome:
 def execute(
     sweep: SweepPlan,
     todo: Sequence[PlannedPoint],
+    session: "PointSession",
     *,
-    runner: PointRunner | None = None,
     console: Console | None = None,
-    stages: PointStages | None = None,
     backend: PointBackend | None = None,
     times: TimeModel | None = None,
     committed: Callable[[str], None] | None = None,
@@ -121,9 +81,8 @@ def execute(
     Args:
         sweep: the whole sweep, for the folder and the number of workers.
         todo: its points without a record.
-        runner: runs a point; None takes that of a `harness.point.PointSession`.
+        session: runs the points, measured ones in stages, so that their runs are spread (`execute.spread_s`).
         console: where progress is shown; None takes standard error.
-        stages: runs a measured point in stages, so that its runs are spread (`execute.spread_s`); None: all at once.
         backend: runs all points somewhere else; None runs them on this machine.
         times: what earlier points tell of the time; None: nothing.
         committed: called with the fingerprint of each point that is stored, or whose failure is.
@@ -137,8 +96,8 @@ def execute(
     left = TimeLeft(times or time_model(()), todo, at_once(sweep))
     with reporting(len(sweep.points), before, console or _console(), left) as reporter:
         try:
-            run = backend or partial(run_here, stages=stages)
-            for point, failure in run(sweep, todo, runner or _point_runner(), reporter):
+            run = backend or partial(run_here, stages=session.point_stages)
+            for point, failure in run(sweep, todo, session.run_point, reporter):
                 if committed is not None:
                     committed(point.fingerprint)
                 reporter.ends(point, failure)
@@ -147,12 +106,6 @@ def execute(
         except KeyboardInterrupt:
             return SweepOutcome(before + finished, tuple(failed), interrupted=True)
     return SweepOutcome(before + finished, tuple(failed), interrupted=False)
-
-
-def _point_runner() -> PointRunner:
-    from harness.point import PointSession
-
-    return PointSession().run_point
 
 
 def _console() -> Console:
@@ -166,7 +119,7 @@ def run_here(
     runner: PointRunner,
     reporter: Reporter,
     *,
-    stages: PointStages | None = None,
+    stages: PointStages,
 ) -> Iterator[Done]:
     """The backend of this machine."""
     simulated = [point for point in todo if not point.config.measure]
@@ -176,10 +129,7 @@ def run_here(
         simulated = []
     yield from _run_in_turn(simulated, sweep.out, runner, reporter)
     measured = [point for point in todo if point.config.measure]
-    if stages is None:
-        yield from _run_in_turn(measured, sweep.out, runner, reporter)
-    else:
-        yield from _Rounds(sweep.out, stages, reporter).run(measured)
+    yield from _Rounds(sweep.out, stages, reporter).run(measured)
 
 
 def _workers(sweep: SweepPlan, simulated: Sequence[PlannedPoint]) -> int:
@@ -226,7 +176,7 @@ class _Begun:
     """A point that has begun, with the seconds that it has used itself."""
 
     point: PlannedPoint
-    stages: Generator[None, None, StorableResult]
+    stages: Generator[None, None, "PointResult"]
     used_s: float = 0.0
     done: Done | None = None
 
@@ -303,7 +253,7 @@ class _Rounds:
                 yield done
 
 
-def commit_result(point: PlannedPoint, out: Path, result: StorableResult, took_s: float) -> None:
+def commit_result(point: PlannedPoint, out: Path, result: "PointResult", took_s: float) -> None:
     """Store the record of a point that has run, for `took_s` seconds.
 
     Raises:

@@ -12,13 +12,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
-from importlib import import_module
 from itertools import islice, product
 from math import prod
 from os.path import expanduser
 from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import yaml
 
@@ -45,6 +43,9 @@ from harness.console import shortened
 from harness.store.commit import SCHEMA
 from harness.store.remote import local_place
 from harness.workers import in_workers
+
+if TYPE_CHECKING:
+    from harness.point import PointSession
 
 DEFAULT_EXPERIMENT = "default"
 DEFAULT_LABEL = "the default point"
@@ -318,16 +319,6 @@ def _chosen(axis: Axis) -> str:
     return names[0]
 
 
-class PointChecks(Protocol):
-    """The functions of `harness.point` that planning calls. A test passes an object of its own."""
-
-    def check_point(self, config: RunConfig) -> None:
-        """Raise ConfigError if the point cannot run although each setting alone is valid."""
-
-    def point_identity(self, config: RunConfig) -> Mapping[str, Any]:
-        """What the result depends on in addition to the configuration."""
-
-
 @dataclass(frozen=True)
 class PlannedPoint:
     """One point of a sweep. It runs unless the store already holds its record."""
@@ -359,7 +350,7 @@ class SweepPlan:
 
 
 def plan_sweep(
-    request: SweepRequest, checks: PointChecks, *, progress: Callable[[int, int], None] | None = None
+    request: SweepRequest, checks: "PointSession", *, progress: Callable[[int, int], None] | None = None
 ) -> SweepPlan:
     """Compose, check and name every point of a request.
 
@@ -399,22 +390,19 @@ def _combinations(request: SweepRequest) -> Iterator[Settings]:
 
 @dataclass(frozen=True)
 class _PlanPart:
-    """The points of a request with these numbers. `checks` is the name of a module where a process gets the part."""
+    """The points of a request with these numbers, for this process or for another one."""
 
     request: SweepRequest
-    checks: PointChecks | str
+    checks: "PointSession"
     first: int
     end: int
 
 
-def _planned(request: SweepRequest, checks: PointChecks, total: int) -> Iterator[PlannedPoint | BadPoint]:
-    """Every point in its order. Very many are planned in several processes, if these can import `checks`."""
-    if total < _WORTH_WORKERS or not isinstance(checks, ModuleType):
+def _planned(request: SweepRequest, checks: "PointSession", total: int) -> Iterator[PlannedPoint | BadPoint]:
+    """Every point in its order. Very many are planned in several processes."""
+    if total < _WORTH_WORKERS:
         return _plan_part(_PlanPart(request, checks, 0, total))
-    parts = [
-        _PlanPart(request, checks.__name__, first, min(first + _PART, total))
-        for first in range(0, total, _PART)
-    ]
+    parts = [_PlanPart(request, checks, first, min(first + _PART, total)) for first in range(0, total, _PART)]
     workers = min(os.cpu_count() or 1, _MOST_WORKERS)
     return (point for part in in_workers(_plan_list, parts, workers) for point in part)
 
@@ -426,13 +414,12 @@ def _plan_list(part: _PlanPart) -> list[PlannedPoint | BadPoint]:
 
 
 def _plan_part(part: _PlanPart) -> Iterator[PlannedPoint | BadPoint]:
-    checks = import_module(part.checks) if isinstance(part.checks, str) else part.checks
     shared, bound = SharedErrors(), _bound(part.request)
     for settings in islice(_combinations(part.request), part.first, part.end):
         varying = _varying(settings, part.request)
-        point = _plan_point((*settings, *bound), varying, checks, shared)
+        point = _plan_point((*settings, *bound), varying, part.checks, shared)
         has_none = bound and isinstance(point, BadPoint)
-        yield _plan_point(settings, varying, checks, shared) if has_none else point
+        yield _plan_point(settings, varying, part.checks, shared) if has_none else point
 
 
 def _bound(request: SweepRequest) -> Settings:
@@ -454,7 +441,7 @@ def _rare_collections() -> Iterator[None]:
 
 
 def _plan_point(
-    settings: Settings, varying: Settings, checks: PointChecks, shared: SharedErrors
+    settings: Settings, varying: Settings, checks: "PointSession", shared: SharedErrors
 ) -> PlannedPoint | BadPoint:
     try:
         asked = compose_config(settings, shared=True)

@@ -70,9 +70,9 @@ def moved(value: Any, by: float) -> Any:
 
 def write_store(folder: Path, overrides: Sequence[str]) -> int:
     """Plan, run some points, commit all; returns their number."""
-    from harness import point as checks
+    from harness.point import PointSession
 
-    sweep = plan_sweep(sweep_request(overrides), checks)
+    sweep = plan_sweep(sweep_request(overrides), PointSession())
     chunks = [(folder, sweep.points[first : first + _CHUNK]) for first in range(0, len(sweep.points), _CHUNK)]
     for _ in in_workers(commit, chunks, os.cpu_count() or 1):
         pass

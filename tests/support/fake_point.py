@@ -102,3 +102,12 @@ def write_report(
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(json.dumps(json.loads((store_root / "sweep.json").read_text())["points"]))
     return page
+
+
+class Session:
+    """The functions of this module as an object that is pickled for other processes."""
+
+    check_point = staticmethod(check_point)
+    point_identity = staticmethod(point_identity)
+    run_point = staticmethod(run_point)
+    point_stages = staticmethod(point_stages)

@@ -139,7 +139,7 @@ def test_a_sweep_that_is_ended_behind_each_run_ends(tmp_path: Path, monkeypatch:
     starts = 0
     while todo := [one for one in sweep.points if not Layout(sweep.out).record(one.fingerprint).exists()]:
         starts, left[0] = starts + 1, 1
-        execute(sweep, todo, stages=PointSession().point_stages, console=Console(file=io.StringIO()))
+        execute(sweep, todo, PointSession(), console=Console(file=io.StringIO()))
         assert starts <= 6
     assert starts == 6
     assert not [*sweep.out.glob(".open/*/*")]

@@ -17,6 +17,7 @@ from harness.config.checks import value_of
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, options
 from harness.config.schema import RunConfig
+from harness.point import PointSession
 from harness.store.commit import SCHEMA
 from harness.sweep import plan as module
 from harness.sweep.plan import (
@@ -28,6 +29,7 @@ from harness.sweep.plan import (
     run_request,
     sweep_request,
 )
+from harness.workers import in_workers
 
 ROOT = Path(__file__).resolve().parents[3]
 PATHS = {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "kernels")))}
@@ -288,9 +290,9 @@ def test_a_hundred_thousand_points_are_planned_in_1_gb() -> None:
     script = (
         "import re, sys\n"
         "from pathlib import Path\n"
-        "from harness.cli.sweep import point_functions\n"
+        "from harness.cli.sweep import new_session\n"
         "from harness.sweep.plan import plan_sweep, sweep_request\n"
-        "plan = plan_sweep(sweep_request(sys.argv[1:]), point_functions())\n"
+        "plan = plan_sweep(sweep_request(sys.argv[1:]), new_session())\n"
         # ru_maxrss would be that of the process that started this one, where it is larger
         "most = re.search(r'VmHWM:\\s+(\\d+) kB', Path('/proc/self/status').read_text())\n"
         "print(len(plan.points), int(most[1]) / 1e6)\n"
@@ -315,17 +317,27 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_points_that_are_planned_in_several_processes_are_the_same(
     monkeypatch: pytest.MonkeyPatch, in_processes: None
 ) -> None:
-    request = sweep_request(["cache.block_size=8,16,8", "workload.seed=1,2"])
-    together = plan_sweep(request, fake_point)
+    parts: list[int] = []
+
+    def counted(function: Any, tasks: Any, workers: int) -> Any:
+        parts.append(len(tasks))
+        return in_workers(function, tasks, workers)
+
+    monkeypatch.setattr(module, "in_workers", counted)
+    request = sweep_request(["cache.block_size=8,16,8", "workload.seed=1,2", "measure=false"])
+    together = plan_sweep(request, PointSession())
     monkeypatch.setattr(module, "_WORTH_WORKERS", 7)
-    assert together == plan_sweep(request, fake_point)
+    assert together == plan_sweep(request, PointSession())
+    assert parts == [3]
     assert len(together.same) == 2
 
 
 @pytest.mark.nightly
 def test_bad_points_that_several_processes_find_are_listed_as_one(in_processes: None) -> None:
     with pytest.raises(SweepPlanError) as error:
-        plan_sweep(sweep_request(["trace.name=any,never-fits", "workload.seed=range(3)"]), fake_point)
+        plan_sweep(
+            sweep_request(["trace.name=any,never-fits", "workload.seed=range(3)"]), fake_point.Session()
+        )
     assert len(error.value.bad) == 3
     assert str(error.value).count("request 3 needs 99 blocks") == 1
 
