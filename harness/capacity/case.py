@@ -356,6 +356,7 @@ class LoadCase:
         if busiest:
             found = self._simulated(part, busiest_window(trace), rate, changes, seed, end)
             return self._kept(replace(found, busiest=True, growth=0.0))
+        copies = 1 if self.held_back else copies
         first = copies or self._copies(trace, self._least_span_s)
         trial = self._simulated(part, repeated(trace, first), rate, changes, seed, end)
         more = copies or self._copies(trace, self._wanted_s(trial))
@@ -378,10 +379,8 @@ class LoadCase:
 
     def _copies(self, trace: Trace, span_s: float) -> int:
         """How often the trace is sent, one time after the other, to span so many seconds."""
-        if self.held_back or not trace.mean_rate:
-            return 1
         count = len(trace.requests)
-        return max(1, min(ceil(span_s * trace.mean_rate / count), self.most // count))
+        return max(1, min(ceil(span_s * (trace.mean_rate or 0.0) / count), self.most // count))
 
     def _wanted_s(self, trial: Trial) -> float:
         """How long requests must arrive so that a load which is a little too high shows."""
@@ -522,9 +521,7 @@ def growth(log: RunLog, halves: bool = False) -> float:
         return share if share >= _LEAST_GROWTH else 0.0
     means = _windows(log)
     (slope, _), covariance = np.polyfit(np.arange(len(means)), means, 1, cov=True)
-    share = (
-        float(slope) * _WINDOWS / len(arrived)
-    )  # a window is a tenth of the time, in which a tenth arrives
+    share = float(slope) * _WINDOWS / len(arrived)  # in a window, a tenth of the time, a tenth arrives
     return share if slope > _STUDENT * covariance[0, 0] ** 0.5 and share >= _LEAST_GROWTH else 0.0
 
 

@@ -261,6 +261,12 @@ def test_a_client_that_holds_requests_back_is_told_whether_its_load_meets_the_sl
     assert advice.config is not None
 
 
+def test_requests_of_a_client_that_holds_them_back_are_sent_once(tmp_path: Path) -> None:
+    """Four of forty are in the server at all times, and no load that falls hides a queue."""
+    case = case_of(write(tmp_path, 0, 200, 20, 40, 1.0), "replay.mode=closed", "replay.users=4")
+    assert case.run().outcome["finished"] == 40
+
+
 def test_a_client_whose_load_meets_the_slo_is_not_told_that_a_flag_makes_it_meet_it(tmp_path: Path) -> None:
     file = write(tmp_path, 0, 3000, 60, 60, 0.5)
     advice = advice_of(file, "replay.mode=closed", "replay.users=8")
