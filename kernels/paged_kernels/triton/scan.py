@@ -60,7 +60,8 @@ def load_tile(
     """Rows [TILE, PAD] of one head. Keys not `inside` read as 0, because NaN times a zero weight is NaN.
 
     What is the same for all tiles is added to the cache's address first: once, before the loop. It takes registers, so
-    it is not done where none are to SPARE.
+    it is not done where none are to SPARE. Within a block slots are added last, by pairs, and not by the numbers that
+    tell positions: so the compiler sees constants, which the copies take as they are.
     """
     key, column = tl.arange(0, TILE), tl.arange(0, PAD)
     wide = block.to(tl.int64) * BLOCK_STRIDE
@@ -71,7 +72,9 @@ def load_tile(
         place = cache + column[None, :] + slot + of_keys(wide[:, None], BLOCK_STRIDE, BLOCK_SIZE, TILE)
     elif PATH == "scalar" and SPARE:
         wide += tl.full([], tile * TILE % BLOCK_SIZE, tl.int64) * SLOT_STRIDE
-        place = cache + wide + (slots(SLOT_STRIDE, TILE)[:, None] + column[None, :])
+        one = of_keys(slots(SLOT_STRIDE, 2)[None, :], SLOT_STRIDE, 2, TILE)
+        two = of_keys(slots(2 * SLOT_STRIDE, TILE // 2)[:, None], SLOT_STRIDE, 2, TILE)
+        place = cache + wide + column[None, :] + one + two
     else:
         inner = tile * TILE % BLOCK_SIZE + key if PATH == "scalar" else (tile * TILE + key) % BLOCK_SIZE
         place = cache + (wide + inner.to(tl.int64) * SLOT_STRIDE)[:, None] + column[None, :]
@@ -200,9 +203,9 @@ def tanh(x):
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, DV_PAD: tl.constexpr, PAIRS: tl.constexpr):
-    """The state that `scan_keys` starts from: top, total, acc, odd_acc."""
+    """The state that `scan_keys` starts from: top (finite: -inf minus itself is NaN), total, acc, odd_acc."""
     EACH: tl.constexpr = 2 if PAIRS != "" else 1
-    top, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    top, total = tl.full([ROWS], -3.4028234663852886e38, tl.float32), tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, DV_PAD // EACH], tl.float32)
     return top, total, acc, acc
 
@@ -232,8 +235,8 @@ def scan_keys(
     EACH: tl.constexpr = 2 if PAIRS != "" else 1  # numbers per element that is loaded
     factor = power * (scale * LOG2E)
     ROWS: tl.constexpr = query.shape[0]
-    # Sums of 32 x 512 leave no registers to spare. Nor does the compiler where no matrix instruction takes products.
-    SPARE: tl.constexpr = query.dtype != tl.float32 and (not LATENT or ROWS != 32)
+    # The compiler leaves no registers to spare where no matrix instruction takes products.
+    SPARE: tl.constexpr = query.dtype != tl.float32
     # Warps share the rows of a small tile. So each thread adds up what it sees, and they meet behind the loop.
     APART: tl.constexpr = SPARE and PAIRS == "" and ROWS <= 32
     BLOCKS: tl.constexpr = PATH == "vector" and BLOCK_SIZE > 1 and TILE % BLOCK_SIZE == 0
@@ -280,13 +283,11 @@ def scan_keys(
         highest = tl.max(scores, 1)
         if FOLD:
             higher = tl.maximum(top, highest * factor)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(scores * factor[:, None] - base[:, None])
+            weight = tl.exp2(scores * factor[:, None] - higher[:, None])
         else:
             higher = tl.maximum(top, highest)
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(top - base)
+            weight = tl.exp2(scores - higher[:, None])
+        keep = tl.exp2(top - higher)
         total = total * keep[:, None] + weight if APART else total * keep + tl.sum(weight, 1)
         if PAIRS != "":
             v, odd_v = widened(v, PAIRS, DOT_F32)
