@@ -46,7 +46,9 @@ def error_unit(metric: Metric) -> str:
 def seconds(value: float, unit: str = "s") -> str:
     """Seconds with a prefix: '3.40 ms'. `unit` may be longer, for example 's/token'."""
     scale, prefix = next((p for p in _PREFIXES[3:] if abs(value) >= p[0]), (1.0, ""))
-    return f"{value / scale:.3g} {prefix}{unit}"
+    number = value / scale
+    text = f"{number:.3g}" if abs(number) < 999.5 else f"{number:,.0f}"
+    return f"{text} {prefix}{unit}"
 
 
 def size(value: float) -> str:

@@ -27,7 +27,7 @@ from harness.twin.prediction import PredictedRun, figures_of_times, others, poin
 from harness.workload.deployment import deployment_of
 from traces.errors import ParameterError
 from traces.reshape import set_rate
-from traces.trace import Trace
+from traces.trace import ClientKind, Trace
 
 FIGURES = (*("ttft_p50", "ttft_mean", "ttft_p99", "tpot_p50", "tpot_mean", "tpot_p99", "output_throughput"),)
 LOAD, BLOCK_SIZE, POOL, AS_IT_IS = "load", "cache.block_size", "cache.pool", "as it is"
@@ -302,6 +302,12 @@ def _asked(config: RunConfig, workload: Trace, text: str) -> Iterator[tuple[str,
 
 
 def _loaded(workload: Trace, factor: str) -> Trace:
+    client = workload.header.client
+    if client.kind is ClientKind.closed:
+        raise UserError(
+            f"--what-if load={factor}: the client is {client}, which sends as the server answers, so this would change "
+            f"nothing; ask how many are in flight, as {_IN_FLIGHT}={2 * (client.max_in_flight or 1)}"
+        )
     try:
         return set_rate(workload, float(factor) * (workload.mean_rate or 0.0))
     except (ValueError, ParameterError) as error:

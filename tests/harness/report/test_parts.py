@@ -160,3 +160,10 @@ def test_the_table_of_points_says_in_how_many_steps_vllm_decided_the_same():
 def test_the_table_of_points_has_no_such_column_where_nothing_was_compared():
     title, _ = oracle_cells(None, None)
     assert "vLLM" not in title
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(0.99962, "1,000 ms"), (0.0123, "12.3 ms"), (1.0, "1 s"), (1234.5, "1,234 s")]
+)
+def test_seconds_are_never_shown_as_powers_of_ten(value: float, shown: str) -> None:
+    assert numbers.seconds(value) == shown

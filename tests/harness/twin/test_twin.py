@@ -474,6 +474,16 @@ def test_a_question_that_cannot_be_read_is_refused(question: str, twin: Twin) ->
         what_ifs(twin.log, twin.config, twin.prediction, [question])
 
 
+def test_the_load_of_a_closed_loop_is_refused_because_nothing_would_change(twin: Twin) -> None:
+    workload = twin.log.workload
+    client = Client(ClientKind.closed, 2)
+    log = replace(twin.log, workload=workload.changed(workload.requests, "closed", client=client))
+    with pytest.raises(
+        UserError, match=r"a closed loop.* would change nothing; ask .*replay.max_in_flight=4"
+    ):
+        what_ifs(log, twin.config, twin.prediction, ["load=1.5"])
+
+
 UNHEARD = [
     "workload.request_rate=9",
     "replay.mode=offline",
