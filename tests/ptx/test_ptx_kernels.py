@@ -43,7 +43,7 @@ def _short_parts(monkeypatch):
 
 
 def test_a_split_decode_of_compiled_code_equals_float64():
-    case = hostile((1, 0, 64, 150))  # the longest is the last: an entry behind its end is outside of the table
+    case = hostile((1, 0, 64, 150))  # the longest is last: behind its end the table ends
     out, lse, launches = run_compiled(case, num_splits=3)
     assert_exact(case, out, lse)
     assert not out[1].any()
