@@ -24,7 +24,6 @@ class RequestStats:
     recomputed_tokens: int = 0
     preemptions: int = 0  # times
     swaps: int = 0  # preemptions that saved the blocks in host memory
-    swap_fallbacks: int = 0  # preemptions that should have, but host memory was full
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 

@@ -233,14 +233,12 @@ class Scheduler:
         self._batch.remove(victim)
         # A group without generated tokens is cheaper to compute again. One with a draft child is not swapped either.
         swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
-        if swaps and victim.generated and victim.draft is None:
-            if self.manager.can_swap_out(victim):
-                stats.swaps += 1
-                victim.rows = []
-                self.manager.swap_out(victim)
-                self.swapped.push(victim)
-                return
-            stats.swap_fallbacks += 1
+        if swaps and victim.generated and victim.draft is None and self.manager.can_swap_out(victim):
+            stats.swaps += 1
+            victim.rows = []
+            self.manager.swap_out(victim)
+            self.swapped.push(victim)
+            return
         self.manager.preempt(victim, unseen)
         victim.restart()
         self.waiting.push(victim)
