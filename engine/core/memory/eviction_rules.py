@@ -16,8 +16,8 @@ from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Eviction
 
 _Key = float | int
-# its lowest key, its number, keys and blocks, the lowest key last
-_Run = tuple[_Key, int, list[_Key], list[int]]
+# its lowest key, its number, the place of its first entry among those of this number, keys and blocks, lowest last
+_Run = tuple[_Key, int, int, list[_Key], list[int]]
 
 
 class Run(list[int]):
@@ -193,7 +193,7 @@ class KeyedQueue(EvictionPolicy):
             if len(run) > 1 and (ordered := sorted(keys, reverse=True)) != keys:
                 run = [run[at] for at in sorted(range(len(run)), key=keys.__getitem__, reverse=True)]
                 keys = ordered
-            heappush(self._heap, (keys[-1], self._runs, keys, run))
+            heappush(self._heap, (keys[-1], self._runs, 0, keys, run))
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""
@@ -202,12 +202,14 @@ class KeyedQueue(EvictionPolicy):
         self._size -= len(queued)
         self._stale += len(queued)
         if self._stale > 64 + 2 * self._size:
-            self._heap = [(key, number, [key], [block]) for key, number, _, block in self._entries()]
+            self._heap = [(key, at, place, [key], [block]) for key, at, place, block in self._entries()]
             self._stale = 0
 
     def _entries(self) -> list[tuple[_Key, int, int, int]]:
         """Those that are not stale, in order."""
-        runs = (zip(keys[::-1], repeat(number), count(), run[::-1]) for _, number, keys, run in self._heap)
+        runs = (
+            zip(keys[::-1], repeat(at), count(place), run[::-1]) for _, at, place, keys, run in self._heap
+        )
         return sorted(entry for entry in chain(*runs) if self._run_of.get(entry[3]) == entry[1])
 
     def pop(self, count: int) -> list[int]:
@@ -215,13 +217,13 @@ class KeyedQueue(EvictionPolicy):
         self.check_count(count)
         heap, run_of, victims, key = self._heap, self._run_of, list[int](), self.last_key
         while len(victims) < count:
-            key, number, keys, run = heap[0]
+            key, number, place, keys, run = heap[0]
             block = run.pop()
             keys.pop()
             if not keys:
                 heappop(heap)
             elif (after := keys[-1]) != key:  # else no other can be before it
-                heapreplace(heap, (after, number, keys, run))
+                heapreplace(heap, (after, number, place, keys, run))
             if run_of.get(block) == number:
                 victims.append(block)
             else:
