@@ -207,9 +207,7 @@ class KeyedQueue(EvictionPolicy):
 
     def _entries(self) -> list[tuple[_Key, int, int, int]]:
         """Those that are not stale, in order."""
-        runs = (
-            zip(keys[::-1], repeat(at), count(place), run[::-1]) for _, at, place, keys, run in self._heap
-        )
+        runs = (zip(keys[::-1], repeat(run), count(at), of[::-1]) for _, run, at, keys, of in self._heap)
         return sorted(entry for entry in chain(*runs) if self._run_of.get(entry[3]) == entry[1])
 
     def pop(self, count: int) -> list[int]:
