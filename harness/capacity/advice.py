@@ -394,7 +394,7 @@ def matters(advice: Advice) -> str:
         return f"No flag matters here: {names} change the worst figure by less than 5 % {advice.where}."
     said = [f"{one} makes the worst figure {_times(one)}" for one in list(by_key.values())[:2]]
     others = [name for name in tried if name not in {flag(one.key) for one in by_key.values()}]
-    rest = f"; {', '.join(others)} change nothing" if others else ""
+    rest = f"; {', '.join(others)} {'change' if len(others) > 1 else 'changes'} nothing" if others else ""
     return f"What matters most, {advice.where}: {' and '.join(said)}{rest}."
 
 

@@ -210,7 +210,8 @@ def _effort(effort: Any) -> dict[str, Any]:
 
 def _typed(value: Any, kind: type, name: str) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"{name}: {kind.__name__} expected, found {type(value).__name__}")
+        found = "missing" if value is None else f"found {type(value).__name__}"
+        raise ValueError(f"{name}: {kind.__name__} expected, {found}")
     return value
 
 

@@ -203,6 +203,16 @@ def test_the_rate_of_a_single_server_is_below_one_over_its_service_time() -> Non
     assert answer.value.low is not None
 
 
+def test_the_interval_over_seeds_is_no_narrower_than_the_search_is_precise() -> None:
+    """Seeds may all end at one tried rate, and each edge lies anywhere up to the next."""
+    answer = highest_rate(LoadCase(single_server(), parse_slo("ttft_p99<8")), 3, 0.1, lambda _: None)
+    assert answer.value is not None
+    assert answer.value.low is not None
+    assert answer.value.high is not None
+    assert answer.value.high >= 1.1 * answer.value.mean
+    assert answer.value.low <= answer.value.mean
+
+
 def test_a_rate_that_only_a_short_trace_holds_is_no_answer() -> None:
     """Thirty requests of 0.2 s each wait 6 s at most at any rate; one place serves 5 a second."""
     config = single_server()
