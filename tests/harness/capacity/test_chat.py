@@ -163,7 +163,7 @@ def test_what_the_template_refuses_and_what_is_no_text_is_named_first(tmp_path, 
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        ("{}", "messages: list expected, found NoneType"),
+        ("{}", "messages: list expected, missing"),
         ('{"messages": []}', "messages: is empty"),
         ('{"messages": [{"content": "a"}]}', "role: str expected"),
         ("[1", "line 2: "),
