@@ -140,7 +140,7 @@ def test_what_a_grid_leaves_out_is_named_before_it_is_measured(kinds: Sequence[s
             {"arrival_s": place / 50, "prompt_tokens": lengths[kind][0], "output_tokens": lengths[kind][1]}
             for place, kind in enumerate(kinds)
         ]
-        words = ("trace.on_error=skip", "workload.oversize=drop", "cost=roofline", "replay.repeats=1")
+        words = ("trace.on_error=skip", "workload.oversize=drop", "cost=roofline", "replay.repeats=2")
         grid = ("cache.max_model_len=200,400", "scheduler.max_running=2,4")
         file = str(written(Path(folder), rows))
         said = output_of("advise", file, "--measure", "1", "--slo", "ttft_p99<9", *words, *grid)
