@@ -239,7 +239,10 @@ def scan_keys(
     SPARE: tl.constexpr = query.dtype != tl.float32
     # Warps share the rows of a small tile. So each thread adds up what it sees, and they meet behind the loop.
     APART: tl.constexpr = SPARE and PAIRS == "" and ROWS <= 32
-    BLOCKS: tl.constexpr = PATH == "vector" and BLOCK_SIZE > 1 and TILE % BLOCK_SIZE == 0
+    # A prefill with few keys a tile takes fewer cycles with one table entry a key than with one a block, though more
+    # instructions.
+    ENTRIES: tl.constexpr = ROWS >= 128 and TILE <= 32
+    BLOCKS: tl.constexpr = PATH == "vector" and BLOCK_SIZE > 1 and TILE % BLOCK_SIZE == 0 and not ENTRIES
     HOW: tl.constexpr = "blocks" if BLOCKS else PATH
     if APART:
         total = tl.zeros([ROWS, TILE], tl.float32) + total[:, None] / TILE
