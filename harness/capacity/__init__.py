@@ -295,9 +295,8 @@ def _rates(
         edges.append(edge.good)
         count = len(tried_rates(case, changes, seed))
         tell(f"{edge.good:.4g} requests/s{which}, {count} simulations")
-    found = estimate(
-        edges
-    )  # of the good side of each edge; the other may be higher by the precision of the search
+    found = estimate(edges)
+    # of the good side of each edge; the other may be higher by the precision of the search
     return found if found.high is None else replace(found, high=found.high * (1 + precision))
 
 

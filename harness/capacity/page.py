@@ -123,14 +123,14 @@ def answer_text(case: LoadCase, answer: CapacityAnswer) -> str:
             " Of the first seed:" if answer.bad and len(value.values) > 1 else ""
         )
         return f"{text} {breaks_first(case, answer.bad)}" if answer.bad else text
-    text = f"{answer.question}: {value.mean:,.4g} {answer.unit}{_interval(value)}"
+    text = f"{answer.question}: {value.mean:,.0f} {answer.unit}{_interval(value, ',.0f')}"
     return f"{text}; {answer.reason}" if answer.reason else text
 
 
-def _interval(value: Estimate) -> str:
+def _interval(value: Estimate, shape: str = ",.4g") -> str:
     if value.low is None or value.high is None:
         return ""
-    return f" (95 % interval {value.low:,.4g} to {value.high:,.4g}, {len(value.values)} seeds)"
+    return f" (95 % interval {value.low:{shape}} to {value.high:{shape}}, {len(value.values)} seeds)"
 
 
 def notes(study: CapacityStudy) -> list[str]:
