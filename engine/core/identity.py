@@ -111,6 +111,10 @@ class PrefixHasher(_BlockHasher):
 
     def _hash(self, data: bytes) -> None:
         if not self._items:
+            if len(data) == self._block_bytes:  # of a decoder, quicker
+                self._running.update(data)
+                self.hashes.append(self._running.digest())
+                return
             self.hashes += _digests(self._running, data, self._block_bytes)
             return
         for start in range(0, len(data), self._block_bytes):
@@ -131,7 +135,11 @@ class PrefixHasher(_BlockHasher):
 def _digests(running: _RunningHash, data: bytes, width: int) -> list[bytes]:
     """The digest after each `width` bytes of `data`, whose length is a multiple of `width`."""
     update, digest = running.update, running.digest
-    return [digest() for (block,) in iter_unpack(f"{width}s", data) if update(block) is None]  # it always is
+    digests = []
+    for (block,) in iter_unpack(f"{width}s", data):
+        update(block)
+        digests.append(digest())
+    return digests
 
 
 _PIECE_BLOCKS = 32
@@ -247,6 +255,7 @@ def _cbor_of(numbers: npt.NDArray[np.uint32]) -> tuple[bytes, list[int]]:
 BlockHash = Hashable
 
 _TOKEN_BYTES = 4
+_NO_TOKENS = array("I")
 _PREFIXES = 64  # of a trace; some 25 MB where each has 100,000 tokens
 
 
@@ -345,7 +354,7 @@ class TokenIdentity:
             self._root = (seed if isinstance(seed, bytes) else seed.encode()) + self._root
         self._algorithm = algorithm
         self.shares_outputs = share_outputs
-        self._outputs: dict[int, bytearray] = {}
+        self._outputs: dict[int, array[int]] = {}
         self._prompt_hashers: dict[int, PrefixHasher | CborHasher] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher | CborHasher, int]] = {}
 
@@ -371,7 +380,7 @@ class TokenIdentity:
 
     def token_ids(self, branch: int, first: int, end: int) -> list[int]:
         """Tokens `first` to `end - 1` of a branch, prompt included."""
-        whole = self._tokens + bytes(self._outputs.get(branch, b""))
+        whole = self._tokens + _lowest_first(self._outputs.get(branch, _NO_TOKENS))
         tokens = np.frombuffer(whole[first * _TOKEN_BYTES : end * _TOKEN_BYTES], dtype="<i4")
         return list(tokens.tolist())
 
@@ -384,9 +393,15 @@ class TokenIdentity:
         return found
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that `branch` generated."""
-        generated = self._outputs.setdefault(branch, bytearray())
-        generated += _token_bytes(self._request_id, token_ids)
+        """Append tokens that `branch` generated; none of them where one is refused."""
+        for token in token_ids:  # mostly one, of each step
+            if token >> 31:
+                raise _out_of_range(self._request_id, min(token_ids), max(token_ids))
+        generated = self._outputs.get(branch)
+        if generated is None:
+            generated = self._outputs[branch] = array("I")
+        for token in token_ids:
+            generated.append(token)
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
@@ -394,8 +409,8 @@ class TokenIdentity:
             return []
         known = self._hashers.get((branch, block_size))
         hasher, hashed = known or (self._prompt_hasher(block_size).copy(), 0)
-        generated = self._outputs.get(branch, b"")
-        hasher.extend(bytes(generated[hashed:]))
+        generated = self._outputs.get(branch, _NO_TOKENS)
+        hasher.extend(_lowest_first(generated[hashed:]))
         self._hashers[branch, block_size] = hasher, len(generated)
         return hasher.hashes
 
@@ -420,15 +435,20 @@ def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[in
         return token_ids.astype("<i4").tobytes()
     try:
         # "I" refuses what is negative; three times as fast as "i" and as np.array
-        numbers = array("I", token_ids)
+        data = _lowest_first(array("I", token_ids))
     except OverflowError:
         raise _out_of_range(request_id, min(token_ids), max(token_ids)) from None
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    data = numbers.tobytes()
     if not data[3::4].isascii():  # the highest byte of an id is 128 or more
         raise _out_of_range(request_id, min(token_ids), max(token_ids))
     return data
+
+
+def _lowest_first(numbers: "array[int]") -> bytes:
+    """The numbers, of four bytes each, with their lowest byte first."""
+    if sys.byteorder == "big":
+        numbers = array("I", numbers)
+        numbers.byteswap()
+    return numbers.tobytes()
 
 
 def _out_of_range(request_id: int, lowest: int, highest: int) -> CoreError:
