@@ -11,6 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -255,7 +256,6 @@ def _cbor_of(numbers: npt.NDArray[np.uint32]) -> tuple[bytes, list[int]]:
 BlockHash = Hashable
 
 _TOKEN_BYTES = 4
-_NO_TOKENS = array("I")
 _PREFIXES = 64  # of a trace; some 25 MB where each has 100,000 tokens
 
 
@@ -354,7 +354,7 @@ class TokenIdentity:
             self._root = (seed if isinstance(seed, bytes) else seed.encode()) + self._root
         self._algorithm = algorithm
         self.shares_outputs = share_outputs
-        self._outputs: dict[int, array[int]] = {}
+        self._outputs: defaultdict[int, list[int]] = defaultdict(list)  # by branch
         self._prompt_hashers: dict[int, PrefixHasher | CborHasher] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher | CborHasher, int]] = {}
 
@@ -380,9 +380,9 @@ class TokenIdentity:
 
     def token_ids(self, branch: int, first: int, end: int) -> list[int]:
         """Tokens `first` to `end - 1` of a branch, prompt included."""
-        whole = self._tokens + _lowest_first(self._outputs.get(branch, _NO_TOKENS))
-        tokens = np.frombuffer(whole[first * _TOKEN_BYTES : end * _TOKEN_BYTES], dtype="<i4")
-        return list(tokens.tolist())
+        prompt = np.frombuffer(self._tokens, dtype="<i4")
+        generated = slice(max(0, first - len(prompt)), max(0, end - len(prompt)))
+        return [*prompt[first:end].tolist(), *self._outputs[branch][generated]]
 
     def item_keys(self, block_size: int) -> ItemKeys:
         """The multimodal items of the prompt by block."""
@@ -397,11 +397,7 @@ class TokenIdentity:
         for token in token_ids:  # mostly one, of each step
             if token >> 31:
                 raise _out_of_range(self._request_id, min(token_ids), max(token_ids))
-        generated = self._outputs.get(branch)
-        if generated is None:
-            generated = self._outputs[branch] = array("I")
-        for token in token_ids:
-            generated.append(token)
+        self._outputs[branch] += token_ids
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
@@ -409,8 +405,8 @@ class TokenIdentity:
             return []
         known = self._hashers.get((branch, block_size))
         hasher, hashed = known or (self._prompt_hasher(block_size).copy(), 0)
-        generated = self._outputs.get(branch, _NO_TOKENS)
-        hasher.extend(_lowest_first(generated[hashed:]))
+        generated = self._outputs[branch]
+        hasher.extend(_token_bytes(self._request_id, generated[hashed:]))
         self._hashers[branch, block_size] = hasher, len(generated)
         return hasher.hashes
 
@@ -435,20 +431,15 @@ def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[in
         return token_ids.astype("<i4").tobytes()
     try:
         # "I" refuses what is negative; three times as fast as "i" and as np.array
-        data = _lowest_first(array("I", token_ids))
+        numbers = array("I", token_ids)
     except OverflowError:
         raise _out_of_range(request_id, min(token_ids), max(token_ids)) from None
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    data = numbers.tobytes()
     if not data[3::4].isascii():  # the highest byte of an id is 128 or more
         raise _out_of_range(request_id, min(token_ids), max(token_ids))
     return data
-
-
-def _lowest_first(numbers: "array[int]") -> bytes:
-    """The numbers, of four bytes each, with their lowest byte first."""
-    if sys.byteorder == "big":
-        numbers = array("I", numbers)
-        numbers.byteswap()
-    return numbers.tobytes()
 
 
 def _out_of_range(request_id: int, lowest: int, highest: int) -> CoreError:

@@ -107,11 +107,11 @@ class HashIndex:
         """The blocks of the longest prefix of `hashes` that is in the index. Changes nothing."""
         blocks: list[int] = []
         first = self._first
-        try:
-            for block_hash in hashes:
-                blocks.append(first[block_hash])  # noqa: PERF401  # those before the one that ends it stay
-        except KeyError:  # the prefix ends before it
-            return blocks
+        for block_hash in hashes:
+            block = first.get(block_hash)
+            if block is None:
+                break
+            blocks.append(block)
         return blocks
 
     def copies(self) -> Iterator[tuple[BlockHash, list[int]]]:
