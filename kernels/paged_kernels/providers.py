@@ -569,10 +569,8 @@ def find_providers(function: str | None = None) -> dict[str, Provider]:
 
     Raises `OptionError` if that function is not found.
     """
-    every_case = Cascade("cascade-always", always=True)
-    own = (Paged(), HopperPrefill(), ContiguousDecode(), Cascade(), every_case)
-    sdpa = (ContiguousSdpa(), GatherSdpa())
-    others = (FlexAttention(), FlashInfer(), FlashAttention(), Native())
+    others = (ContiguousSdpa(), GatherSdpa(), FlexAttention(), FlashInfer(), FlashAttention(), Native())
     users = (load_function(function),) if function else ()
-    providers: tuple[Provider, ...] = (*own, *sdpa, *others, *users)
+    own = (Paged(), HopperPrefill(), ContiguousDecode(), Cascade(), Cascade("cascade-always", always=True))
+    providers: tuple[Provider, ...] = (*own, *others, *users)
     return {provider.name: provider for provider in providers}

@@ -131,14 +131,11 @@ def explicit_attention(
 
 
 class _Views(NamedTuple):
-    """The buffers that a chunk is gathered into, in the forms that gather, clearing and SDPA need."""
+    """The buffers of K and of V that a chunk is gathered into, in the forms that gather, clearing and SDPA need."""
 
-    k_flat: torch.Tensor
-    v_flat: torch.Tensor
-    k_slots: torch.Tensor
-    v_slots: torch.Tensor
-    k: torch.Tensor  # [rows, kv_heads, width, dk]
-    v: torch.Tensor
+    flat: list[torch.Tensor]
+    slots: list[torch.Tensor]
+    heads: list[torch.Tensor]  # [rows, kv_heads, width, dim]
 
 
 @dataclass(slots=True)
@@ -181,12 +178,8 @@ class DecodeChunk:
         return (position - (self.lengths - 1))[:, None, None, None, :]
 
 
-@dataclass(frozen=True, slots=True)
-class DecodeMetadata:
-    """Everything about a batch of one-token rows that does not depend on the layer."""
-
-    chunks: tuple[DecodeChunk, ...]
-    block_size: int
+# Everything about a batch of one-token rows that does not depend on the layer
+DecodeMetadata = tuple[DecodeChunk, ...]
 
 
 def decode_metadata(
@@ -214,7 +207,7 @@ def decode_metadata(
         rows = slice(start, stop)
         chunks.append(_make_chunk(block_table[rows], seq_lens[rows], needed[rows], block_size, start, device))
         start = stop
-    return DecodeMetadata(tuple(chunks), block_size)
+    return tuple(chunks)
 
 
 def _make_chunk(
@@ -248,7 +241,7 @@ def run_decode(
 ) -> None:
     """Attention of one query per row, q `[rows, heads, dk]`, into `out` and `lse` `[rows, heads]`."""
     kv_heads = key_cache.shape[2]
-    for chunk in metadata.chunks:
+    for chunk in metadata:
         k, v = (
             as_query_dtype(values, q.dtype, key_cache.dtype)
             for values in _gather(chunk, key_cache, value_cache, scoring.window, workspace)
@@ -288,13 +281,12 @@ def _gather(
     views = chunk.views.get(shape)
     if views is None:
         views = chunk.views[shape] = _views(chunk, key_cache, value_cache, workspace)
-    gather_into(key_cache, chunk.blocks, views.k_flat)
-    gather_into(value_cache, chunk.blocks, views.v_flat)
-    for unseen in (chunk.void, chunk.left(window)):
-        if unseen is not None:
-            views.k_slots.index_fill_(0, unseen, 0)
-            views.v_slots.index_fill_(0, unseen, 0)
-    return views.k, views.v
+    for cache, flat, slots in zip((key_cache, value_cache), views.flat, views.slots, strict=True):
+        gather_into(cache, chunk.blocks, flat)
+        for unseen in (chunk.void, chunk.left(window)):
+            if unseen is not None:
+                slots.index_fill_(0, unseen, 0)
+    return views.heads[0], views.heads[1]
 
 
 def _views(
@@ -310,7 +302,7 @@ def _views(
         buffer.view(rows, chunk.width, cache.shape[2], cache.shape[3]).transpose(1, 2)
         for buffer, cache in zip(flat, (key_cache, value_cache), strict=True)
     ]
-    return _Views(flat[0], flat[1], by_slot[0], by_slot[1], heads[0], heads[1])
+    return _Views(flat, by_slot, heads)
 
 
 class _Group(NamedTuple):
@@ -408,10 +400,8 @@ def _prefix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output `[rows, heads, dv]` and LSE of the group's rows over its prefix."""
     length, asked = group.length, group.asked
-    k, v = (
-        as_query_dtype(_gather_prefix(group, cache, name, scoring.window, workspace), q.dtype, cache.dtype)
-        for name, cache in (("prefix_k", key_cache), ("prefix_v", value_cache))
-    )
+    unseen = group.least + 1 - scoring.window if scoring.window else 0
+    k, v = _gather_tokens(group.blocks, length, unseen, (key_cache, value_cache), q.dtype, workspace)
     wide = torch.promote_types(q.dtype, torch.float32)
     packed = q.view(len(q), k.shape[0], -1, q.shape[2])
     if scoring.plain and not scoring.window and gives_lse(k, v):
@@ -428,14 +418,24 @@ def _prefix(
     return result[0].flatten(0, 1).transpose(0, 1).to(wide), lse[0].flatten(0, 1).transpose(0, 1)
 
 
-def _gather_prefix(
-    group: _Group, cache: torch.Tensor, name: str, window: int, workspace: Workspace
-) -> torch.Tensor:
-    """The prefix as `[kv_heads, length, dim]`. Slots that the window of every row has left may be NaN and are 0."""
-    tokens = gather_blocks(cache, group.blocks, name, workspace).view(-1, *cache.shape[2:])
-    if window:
-        tokens[: max(0, group.least + 1 - window)] = 0
-    return tokens[: group.length].transpose(0, 1)
+def _gather_tokens(
+    blocks: torch.Tensor,
+    length: int,
+    unseen: int,
+    caches: tuple[torch.Tensor, torch.Tensor],
+    dtype: torch.dtype,
+    workspace: Workspace,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of a table's first `length` tokens as `[kv_heads, length, dim]`, in the queries' dtype.
+
+    The first `unseen` ones, which the window of every query has left, are 0: they may be NaN, and 0 x NaN is NaN.
+    """
+    found = []
+    for name, cache in zip(("tokens_k", "tokens_v"), caches, strict=True):
+        tokens = gather_blocks(cache, blocks, name, workspace).view(-1, *cache.shape[2:])
+        tokens[: max(0, unseen)] = 0
+        found.append(as_query_dtype(tokens[:length].transpose(0, 1), dtype, cache.dtype))
+    return found[0], found[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -490,11 +490,11 @@ def run_prefill(
     lse: torch.Tensor | None = None,
 ) -> None:
     """Attention of rows `start : stop` of q `[tokens, heads, dk]` into the same rows of `out` and `lse`."""
-    k, v = (
-        as_query_dtype(_gather_row(metadata, cache, name, scoring.window, workspace), q.dtype, cache.dtype)
-        for name, cache in (("prefill_k", key_cache), ("prefill_v", value_cache))
-    )
     context = metadata.length - (metadata.stop - metadata.start)
+    unseen = context + 1 - scoring.window if scoring.window else 0
+    k, v = _gather_tokens(
+        metadata.blocks, metadata.length, unseen, (key_cache, value_cache), q.dtype, workspace
+    )
     attend = _fused_tile if scoring.plain and lse is None else _explicit_tile
     for first in range(metadata.start, metadata.stop, QUERY_TILE):
         rows = slice(first, min(first + QUERY_TILE, metadata.stop))
@@ -503,20 +503,6 @@ def run_prefill(
         out[rows].copy_(result)
         if lse is not None and part is not None:
             lse[rows] = part
-
-
-def _gather_row(
-    metadata: PrefillMetadata, cache: torch.Tensor, name: str, window: int, workspace: Workspace
-) -> torch.Tensor:
-    """The sequence's tokens as `[kv_heads, length, dim]`; the unused slots of its last block are left out.
-
-    Slots that the window of every query has left are 0: they may be NaN, and 0 x NaN is NaN.
-    """
-    tokens = gather_blocks(cache, metadata.blocks, name, workspace).view(-1, *cache.shape[2:])
-    context = metadata.length - (metadata.stop - metadata.start)
-    if window:
-        tokens[: max(0, context + 1 - window)] = 0
-    return tokens[: metadata.length].transpose(0, 1)
 
 
 def _fused_tile(

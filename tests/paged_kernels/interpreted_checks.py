@@ -263,7 +263,7 @@ def test_latent_rows_that_nobody_chose(monkeypatch, seed):
     draw = random.Random(seed)
     queries = [draw.choice((1, draw.randint(1, 40))) for _ in range(draw.randint(1, 3))]
     lengths = [count + draw.choice((0, draw.randint(0, 200))) for count in queries]
-    sizes = {"window": draw.choice((0, 1, 60)), "block_size": draw.choice((1, 8, 64))}
+    sizes = {"window": draw.choice((0, 1, 60)), "block_size": draw.choice((1, 3, 8, 48, 64, 96))}
     check_latent(lengths, queries, draw.randint(1, 20), draw.choice(LATENT_WIDTHS), **sizes)
 
 

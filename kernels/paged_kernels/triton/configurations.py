@@ -157,6 +157,7 @@ def _short_rows() -> Iterator[KernelConfiguration]:
         *((_shape(dim), 64, FULL) for dim in (128, 256)),
         *((shape, 64, PLAIN) for shape in (_shape(256, torch.float32), narrow, wide)),
         *((_latent(heads), 1, PLAIN) for heads in (16, 128)),
+        *((_latent(heads, block_size=size), 1, PLAIN) for heads in (16, 128) for size in (1, 48)),
         (_latent(16), 8, PLAIN),
         (_latent(16, torch.float32), 1, PLAIN),
     ):
@@ -338,9 +339,10 @@ def _shape(
     return AttentionShape(dtype, kv_dtype or dtype, 8 * group, 8, dim, dim, block_size, strides)
 
 
-def _latent(heads: int, dtype: torch.dtype = torch.bfloat16) -> AttentionShape:
-    """Latent vectors of 512 and rotary keys of 64, in caches of their own, in blocks of 64 tokens."""
-    return AttentionShape(dtype, dtype, heads, 1, 512, 512, 64, (64 * 512, 512, 64 * 64, 64), rotary=64)
+def _latent(heads: int, dtype: torch.dtype = torch.bfloat16, block_size: int = 64) -> AttentionShape:
+    """Latent vectors of 512 and rotary keys of 64, in caches of their own."""
+    strides = (block_size * 512, 512, block_size * 64, 64)
+    return AttentionShape(dtype, dtype, heads, 1, 512, 512, block_size, strides, rotary=64)
 
 
 def _name(shape: AttentionShape, features: Features) -> str:

@@ -121,7 +121,18 @@ def _latent_config(shape: AttentionShape, queries: int, capability: int) -> Laun
         return LaunchConfig(16, 16, 4, stages)
     if 90 <= capability < 100 and rows >= 64 and not interpreted():
         return LaunchConfig(64, 64, 8, 2)
-    return LaunchConfig(64, 16, 4, 2) if rows == 16 else LaunchConfig(32, 32, 4, stages)
+    if rows == 16 and not _fits_blocks(shape, 64):
+        # an sm_80 holds two programs of two stages, but one of three
+        return LaunchConfig(32, 16, 4, 2 if capability in (80, 87) else 3)
+    if rows == 16:
+        return LaunchConfig(64, 16, 4, 2)
+    return LaunchConfig(32, 32, 4, stages if _fits_blocks(shape, 32) else 2)
+
+
+def _fits_blocks(shape: AttentionShape, tile: int) -> bool:
+    """Whether a tile is whole blocks or lies within one; else it reads a table entry a key, which takes registers."""
+    block = shape.block_size
+    return block % tile == 0 or (block > 1 and tile % block == 0)
 
 
 def prefill_config(shape: AttentionShape, capability: int = 90) -> LaunchConfig:
@@ -274,13 +285,12 @@ def decode_constants(
     tokens: int = 0,
 ) -> dict[str, Any]:
     """Constants of `decode_kernel`. `splits` 0 reads the list of parts; `tokens` as in `decode.Rows`."""
-    options = {"HAS_SINKS": features.sinks and direct, "HAS_LSE": features.lse, "TOKENS": tokens}
-    common = _common(shape, config, features, path)
-    options |= {"LATENT": shape.rotary > 0, "WIDE": shape.dv, "WIDE_PAD": common["DV_PAD"]}
+    made = _common(shape, config, features, path)
+    made |= {"LATENT": shape.rotary > 0, "WIDE": shape.dv, "WIDE_PAD": made["DV_PAD"], "TOKENS": tokens}
     if shape.rotary:
-        options |= {"DV": shape.rotary, "DV_PAD": padded(shape.rotary)}
-    parts = {"SPLITS": splits, "ENTRY": ENTRY, "DIRECT": direct}
-    return common | parts | options
+        made |= {"DV": shape.rotary, "DV_PAD": padded(shape.rotary)}
+    made |= {"SPLITS": splits, "ENTRY": ENTRY, "DIRECT": direct}
+    return made | {"HAS_SINKS": features.sinks and direct, "HAS_LSE": features.lse}
 
 
 def plan_constants(room: Room, *, rows: int, window: bool) -> dict[str, Any]:
