@@ -96,7 +96,7 @@ class KVPool:
         for stack in self._stacks.values():
             stack.fill_(poison)
             stack[:, 0] = 0
-        self.marks = SlotMarks(num_blocks, block_size, device) if self.is_8bit else None
+        self.marks = SlotMarks(num_blocks, block_size, device) if self.dtype.itemsize == 1 else None
         # What moves with a block, `[n, num_blocks + 1, block_size, heads, dim]`, and what is in a void slot.
         self._voids: list[tuple[torch.Tensor, float]] = [(stack, poison) for stack in self._stacks.values()]
         if self.marks is not None:
@@ -115,11 +115,6 @@ class KVPool:
         self.token_bytes = max(
             key[0, 0].nbytes + value[0, 0].nbytes for key, value in zip(self.keys, self.values, strict=True)
         )
-
-    @property
-    def is_8bit(self) -> bool:
-        """Whether K and V have 8 bits per number."""
-        return self.dtype.itemsize == 1
 
     @property
     def bytes(self) -> int:

@@ -66,11 +66,6 @@ class DecodingRules:
     changes: LogitChanges | None = None  # of the logits, before a token is chosen
     prompt_logprobs: int | None = None  # as `logprobs`, for each token of the prompt but the first
 
-    @property
-    def restricted(self) -> bool:
-        """Whether only a part of the vocabulary may be drawn."""
-        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
-
 
 DEFAULT_RULES = DecodingRules()
 

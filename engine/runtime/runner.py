@@ -181,15 +181,14 @@ class Runner:
                 raise ModelError(
                     "layers in groups: a recorded step has one block table; set cuda_graphs=False"
                 )
-            shapes, windows, states = loaded.group_shapes, loaded.windows, loaded.states
             self.pool = GroupedPool(
                 groups,
                 page_counts,
-                shapes=shapes,
-                windows=windows,
+                shapes=loaded.group_shapes,
+                windows=loaded.windows,
                 dtype=loaded.dtype,
                 device=loaded.device,
-                states=states,
+                states=loaded.states,
                 kv_dtype=kv_dtype,
             )
         self.audits = 0  # number of audited steps
@@ -386,7 +385,7 @@ def pool_for(
     if loaded.mixers:
         raise ModelError(
             f"model {loaded.name}: {len(loaded.states)} of its layers keep a recurrent state, for which a pool of one "
-            "kind of block has no place; set groups (uniform, separate, lcm, moving or two_ended)"
+            "kind of block has no place; set groups (uniform, separate or lcm)"
         )
     return KVPool(
         loaded.kv_shapes,

@@ -33,11 +33,11 @@ class GrammarError(RequestError):
     """The grammar of a request became too large while its output grew; the request ends."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsParams:
-    """The form of an output. Exactly one field is set; the names are those of vLLM.
+    """The form of an output. Exactly one of the first five fields is set; names and order are those of vLLM.
 
-    Raises ParamsError, which names the field `structured_outputs`.
+    Raises ParamsError, which names the field `structured_outputs`, also where one of the last four is set.
     """
 
     json: str | Mapping[str, Any] | None = None  # a JSON schema, as text or as an object
@@ -45,13 +45,20 @@ class StructuredOutputsParams:
     choice: Sequence[str] | None = None  # the output is one of these texts
     grammar: str | None = None  # Lark, or the EBNF of llama.cpp (GBNF)
     json_object: bool | None = None  # True: any JSON object
+    disable_any_whitespace: bool = False
+    disable_additional_properties: bool = False
+    whitespace_pattern: str | None = None
+    structural_tag: str | None = None
 
     def __post_init__(self) -> None:
-        given = [each.name for each in fields(self) if getattr(self, each.name) not in (None, False)]
+        names = [each.name for each in fields(self)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        for name in names[5:]:
+            if name in given:
+                raise ParamsError(_FIELD, f"{name} is not served; the form alone says what an output has")
         if len(given) != 1:
-            names = ", ".join(each.name for each in fields(self))
             found = " and ".join(given) or "none"
-            raise ParamsError(_FIELD, f"set exactly one of {names}; found {found}")
+            raise ParamsError(_FIELD, f"set exactly one of {', '.join(names[:5])}; found {found}")
         self._check_types()
 
     def _check_types(self) -> None:

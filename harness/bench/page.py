@@ -220,7 +220,8 @@ def _line(one: Problem) -> str:
 
 
 def _elsewhere(run: KernelRun, study: Study) -> Iterator[str]:
-    ran = _measured_on(study)
+    named = (record.environment.get("device") for record in study.measured)
+    ran = list(dict.fromkeys(str(name) for name in named if name))
     others = [name for name in run.devices if name not in ran] if ran else _not_predicted(run, study)
     if others:
         what = f"the sweep ran on {', '.join(ran)}" if ran else f"the sweep predicts {_predicted(study)[0]}"
@@ -228,12 +229,6 @@ def _elsewhere(run: KernelRun, study: Study) -> Iterator[str]:
             f"Another device: these kernels were timed on {', '.join(others)}, {what}. "
             "Their figures say nothing about the sweep's times."
         )
-
-
-def _measured_on(study: Study) -> list[str]:
-    """The devices of the sweep's measured points; none where nothing was measured."""
-    named = (record.environment.get("device") for record in study.measured)
-    return list(dict.fromkeys(str(name) for name in named if name))
 
 
 def _predicted(study: Study) -> list[str]:

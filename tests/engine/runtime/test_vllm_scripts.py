@@ -575,7 +575,7 @@ def test_36_drawn_searches_give_the_beams_of_vllms_own_code(ending):
 _ASK = """
 import inspect, json, dataclasses
 from vllm import LLM, SamplingParams
-from vllm.sampling_params import BeamSearchParams
+from vllm.sampling_params import BeamSearchParams, StructuredOutputsParams
 def plain(value):
     try:
         json.dumps(value)
@@ -588,7 +588,7 @@ def of(call):
 print(json.dumps({"LLM": of(LLM.__init__), "generate": of(LLM.generate), "chat": of(LLM.chat),
     "has": [n for n in dir(LLM) if n[0] != "_"],
     "beam_search": of(LLM.beam_search), "SamplingParams": of(SamplingParams),
-    "BeamSearchParams": of(BeamSearchParams)}))
+    "BeamSearchParams": of(BeamSearchParams), "StructuredOutputsParams": of(StructuredOutputsParams)}))
 """
 
 
@@ -615,5 +615,5 @@ def test_each_argument_of_vllm_is_known_with_its_default(model):
     for name, value in asked["LLM"].items():
         if name not in taken and value != "?":
             options_of({name: value})
-    ours = inspect.signature(face.BeamSearchParams).parameters
-    assert asked["BeamSearchParams"].keys() <= ours.keys()
+    for name in ("BeamSearchParams", "StructuredOutputsParams"):
+        assert asked[name].keys() <= inspect.signature(getattr(face, name)).parameters.keys(), name

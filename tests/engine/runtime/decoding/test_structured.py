@@ -57,6 +57,22 @@ def test_the_output_matches_a_regular_expression(llm):
     assert re.fullmatch("[a-c]{3}-[0-9]+x", output.text)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"disable_any_whitespace": True},
+        {"disable_additional_properties": True},
+        {"whitespace_pattern": " ?"},
+        {"structural_tag": "{}"},
+    ],
+)
+def test_what_vllm_takes_beside_a_form_is_refused_by_name(more):
+    from engine.runtime.errors import ParamsError
+
+    with pytest.raises(ParamsError, match=f"{next(iter(more))} is not served"):
+        form(json=SCHEMA, **more)
+
+
 @pytest.mark.parametrize("texts", [["yes", "no"], ["naïve café", 'a "quoted" \\ text\n', "日本"]])
 def test_the_output_is_one_of_the_texts(llm, texts):
     assert said(llm, {"choice": texts})[0].text in texts
