@@ -167,9 +167,7 @@ def draw_all(
 
 def _restrict_rows(source: torch.Tensor, temperatures: torch.Tensor, rules: Sequence[DecodingRules]) -> None:
     """Set logits `[draws, vocab]` of tokens that must not be drawn to -inf, in place. Temperature is applied first."""
-    index = [
-        row for row, rule in enumerate(rules) if rule.top_k > 0 or rule.top_p < 1.0 or rule.min_p > 0.0
-    ]
+    index = [row for row, rule in enumerate(rules) if rule.top_k > 0 or rule.top_p < 1.0 or rule.min_p > 0.0]
     if not index:
         return
     chosen = torch.tensor(index, device=source.device)
