@@ -11,6 +11,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -111,6 +112,10 @@ class PrefixHasher(_BlockHasher):
 
     def _hash(self, data: bytes) -> None:
         if not self._items:
+            if len(data) == self._block_bytes:  # of a decoder, quicker
+                self._running.update(data)
+                self.hashes.append(self._running.digest())
+                return
             self.hashes += _digests(self._running, data, self._block_bytes)
             return
         for start in range(0, len(data), self._block_bytes):
@@ -131,7 +136,11 @@ class PrefixHasher(_BlockHasher):
 def _digests(running: _RunningHash, data: bytes, width: int) -> list[bytes]:
     """The digest after each `width` bytes of `data`, whose length is a multiple of `width`."""
     update, digest = running.update, running.digest
-    return [digest() for (block,) in iter_unpack(f"{width}s", data) if update(block) is None]  # it always is
+    digests = []
+    for (block,) in iter_unpack(f"{width}s", data):
+        update(block)
+        digests.append(digest())
+    return digests
 
 
 _PIECE_BLOCKS = 32
@@ -345,7 +354,7 @@ class TokenIdentity:
             self._root = (seed if isinstance(seed, bytes) else seed.encode()) + self._root
         self._algorithm = algorithm
         self.shares_outputs = share_outputs
-        self._outputs: dict[int, bytearray] = {}
+        self._outputs: defaultdict[int, list[int]] = defaultdict(list)  # by branch
         self._prompt_hashers: dict[int, PrefixHasher | CborHasher] = {}
         self._hashers: dict[tuple[int, int], tuple[PrefixHasher | CborHasher, int]] = {}
 
@@ -371,9 +380,9 @@ class TokenIdentity:
 
     def token_ids(self, branch: int, first: int, end: int) -> list[int]:
         """Tokens `first` to `end - 1` of a branch, prompt included."""
-        whole = self._tokens + bytes(self._outputs.get(branch, b""))
-        tokens = np.frombuffer(whole[first * _TOKEN_BYTES : end * _TOKEN_BYTES], dtype="<i4")
-        return list(tokens.tolist())
+        prompt = np.frombuffer(self._tokens, dtype="<i4")
+        generated = slice(max(0, first - len(prompt)), max(0, end - len(prompt)))
+        return [*prompt[first:end].tolist(), *self._outputs[branch][generated]]
 
     def item_keys(self, block_size: int) -> ItemKeys:
         """The multimodal items of the prompt by block."""
@@ -384,9 +393,11 @@ class TokenIdentity:
         return found
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
-        """Append tokens that `branch` generated."""
-        generated = self._outputs.setdefault(branch, bytearray())
-        generated += _token_bytes(self._request_id, token_ids)
+        """Append tokens that `branch` generated; none of them where one is refused."""
+        for token in token_ids:  # mostly one, of each step
+            if token >> 31:
+                raise _out_of_range(self._request_id, min(token_ids), max(token_ids))
+        self._outputs[branch] += token_ids
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
@@ -394,8 +405,8 @@ class TokenIdentity:
             return []
         known = self._hashers.get((branch, block_size))
         hasher, hashed = known or (self._prompt_hasher(block_size).copy(), 0)
-        generated = self._outputs.get(branch, b"")
-        hasher.extend(bytes(generated[hashed:]))
+        generated = self._outputs[branch]
+        hasher.extend(_token_bytes(self._request_id, generated[hashed:]))
         self._hashers[branch, block_size] = hasher, len(generated)
         return hasher.hashes
 

@@ -107,7 +107,36 @@ class OpenLoop:
         return [timed.request for timed in (*head, *self._rest)]
 
 
-class ClosedLoop:
+class _Due:
+    """Requests by time of arrival; equal times keep the order of `add` calls."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[int, int, Request]] = []
+        self._number = 0
+
+    def add(self, at_ns: int, request: Request) -> None:
+        """A request that arrives at `at_ns`."""
+        heappush(self._heap, (at_ns, self._number, request))
+        self._number += 1
+
+    def next_ns(self) -> int | None:
+        """When the first of them arrives."""
+        return self._heap[0][0] if self._heap else None
+
+    def take(self, now_ns: int) -> list[TimedRequest]:
+        """Those that have arrived by now."""
+        due: list[TimedRequest] = []
+        while self._heap and self._heap[0][0] <= now_ns:
+            at_ns, _, request = heappop(self._heap)
+            due.append(TimedRequest(request, at_ns))
+        return due
+
+    def left(self) -> list[Request]:
+        """Those that have not arrived."""
+        return [request for _, _, request in sorted(self._heap, key=lambda entry: entry[:2])]
+
+
+class ClosedLoop(_Due):
     """Closed loop: each of `users` users sends a request, waits for its end, pauses, and sends the next of the list.
 
     User u starts with request u at time 0. After that the user who is ready first takes the next request. `pause_ns`
@@ -115,33 +144,25 @@ class ClosedLoop:
     """
 
     def __init__(self, requests: Iterable[Request], total: int, users: int, pause_ns: Sequence[int]) -> None:
+        super().__init__()
         self.total = total
         self._rest = iter(requests)
         self._pause_ns = pause_ns
         self._taken = 0
-        self._due = _Due()
         for request in islice(self._rest, users):
-            self._due.add(0, request)
+            self.add(0, request)
             self._taken += 1
-
-    def next_ns(self) -> int | None:
-        """When the next user is ready."""
-        return self._due.next_ns()
-
-    def take(self, now_ns: int) -> list[TimedRequest]:
-        """The requests that users have sent by now."""
-        return self._due.take(now_ns)
 
     def ended(self, request_id: int, now_ns: int) -> None:
         """Its user pauses and sends the next request."""
         request = next(self._rest, None)
         if request is not None:
-            self._due.add(now_ns + self._pause_ns[self._taken], request)
+            self.add(now_ns + self._pause_ns[self._taken], request)
             self._taken += 1
 
     def left(self) -> list[Request]:
         """The requests that no user has sent."""
-        return [*self._due.left(), *self._rest]
+        return [*super().left(), *self._rest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +177,7 @@ class Turn:
     think_ns: int = 0
 
 
-class Sessions:
+class Sessions(_Due):
     """Conversations: a turn waits until its parents have ended and its user has paused.
 
     Parents that are not among `turns` are ignored (the trace begins in mid-session, or the parent could never fit). A
@@ -164,27 +185,19 @@ class Sessions:
     """
 
     def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__()
         self.total = len(turns)
-        self._due = _Due()
         self._followers: dict[int, list[int]] = {}  # by request id: the places of the turns that wait for it
         self._waiting: dict[int, tuple[Turn, set[int]]] = {}  # by place
         known = {turn.timed.request.request_id for turn in turns}
         for place, turn in enumerate(turns):
             first = known.intersection(turn.after)
             if not first:
-                self._due.add(turn.timed.arrival_ns, turn.timed.request)
+                self.add(turn.timed.arrival_ns, turn.timed.request)
                 continue
             self._waiting[place] = (turn, first)
             for request_id in sorted(first):
                 self._followers.setdefault(request_id, []).append(place)
-
-    def next_ns(self) -> int | None:
-        """The arrival of the next turn whose parents have ended."""
-        return self._due.next_ns()
-
-    def take(self, now_ns: int) -> list[TimedRequest]:
-        """Turns sent by now."""
-        return self._due.take(now_ns)
 
     def ended(self, request_id: int, now_ns: int) -> None:
         """Turns whose last parent it was follow, each after its own pause."""
@@ -193,11 +206,11 @@ class Sessions:
             first.discard(request_id)
             if not first:
                 del self._waiting[place]
-                self._due.add(now_ns + turn.think_ns, turn.timed.request)
+                self.add(now_ns + turn.think_ns, turn.timed.request)
 
     def left(self) -> list[Request]:
         """The turns that were not sent."""
-        return [*self._due.left(), *(turn.timed.request for turn, _ in self._waiting.values())]
+        return [*super().left(), *(turn.timed.request for turn, _ in self._waiting.values())]
 
 
 class Capped:
@@ -373,28 +386,3 @@ class Resubmitting:
         self._open[served] = len(requests)
         self._served.update((request.request_id, served) for request in requests)
         return requests
-
-
-class _Due:
-    """Requests by time of arrival; equal times keep the order of `add` calls."""
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
-        self._number = 0
-
-    def add(self, at_ns: int, request: Request) -> None:
-        heappush(self._heap, (at_ns, self._number, request))
-        self._number += 1
-
-    def next_ns(self) -> int | None:
-        return self._heap[0][0] if self._heap else None
-
-    def take(self, now_ns: int) -> list[TimedRequest]:
-        due: list[TimedRequest] = []
-        while self._heap and self._heap[0][0] <= now_ns:
-            at_ns, _, request = heappop(self._heap)
-            due.append(TimedRequest(request, at_ns))
-        return due
-
-    def left(self) -> list[Request]:
-        return [request for _, _, request in sorted(self._heap, key=lambda entry: entry[:2])]

@@ -292,7 +292,8 @@ class BlockPool:
         revived = [block for block in blocks if not refs[block]]
         if revived and len(set(revived)) < len(revived):
             raise _twice("shared", blocks)
-        if None in _each(self._hash_of, revived):
+        known = _each(self._hash_of, revived)
+        if not all(known) and None in known:
             block = next(block for block in revived if self._hash_of[block] is None)
             raise CoreError(f"block {block} is free and holds nothing: it cannot be shared")
         self._evictable.reuse(blocks, revived)
@@ -347,7 +348,7 @@ class BlockPool:
         hash_of = self._hash_of
         self.free_blocks += len(gone)
         hashes = _each(hash_of, gone)
-        if None not in hashes and self.retention is Retention.lru:
+        if all(hashes) and self.retention is Retention.lru:  # quicker than to look for None; number 0 goes on
             self._evictable.push(gone, table)
             return
         cached = [block for block, block_hash in zip(gone, hashes, strict=True) if block_hash is not None]
@@ -399,7 +400,7 @@ class BlockPool:
                 f"block {bad[0]} cannot be cached: {refs[bad[0]]} references, "
                 f"in the cache already: {hash_of[bad[0]] is not None}"
             )
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        for block, block_hash in zip(blocks, hashes, strict=False):  # as many, see above
             hash_of[block] = block_hash
         self._index.add(hashes, blocks)
         if self.events is not None and hashes and type(hashes[0]) is not int:

@@ -130,11 +130,9 @@ class LruQueue(EvictionPolicy):
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Mark the oldest entry of each of `queued`, which are different, as stale."""
-        if self._stale.keys().isdisjoint(queued):
-            self._stale.update(dict.fromkeys(queued, 1))
-        else:
-            for block in queued:
-                self._stale[block] = self._stale.get(block, 0) + 1
+        stale = self._stale
+        for block in queued:
+            stale[block] = stale.get(block, 0) + 1
         self._stale_entries += len(queued)
         self._size -= len(queued)
         if self._stale_entries > 64 + 2 * self._size:

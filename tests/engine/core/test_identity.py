@@ -132,6 +132,15 @@ def test_a_list_of_tokens_has_the_hashes_of_the_array() -> None:
     assert TokenIdentity(0, tokens).prompt_hashes(2) == TokenIdentity(0, np.array(tokens)).prompt_hashes(2)
 
 
+@pytest.mark.parametrize("tokens", [[5, -1], [5, 2**31]])
+def test_of_generated_tokens_beyond_the_range_none_is_kept(tokens: list[int]) -> None:
+    identity = TokenIdentity(7, [1, 2], share_outputs=True)
+    with pytest.raises(CoreError, match=f"request 7: token ids run from {min(tokens)} to {max(tokens)}"):
+        identity.extend(0, tokens)
+    identity.extend(0, [3, 4])
+    assert identity.token_ids(0, 0, 9) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("tokens", [[-1, 2], [0, 2**31], [0, 2**70]])
 def test_token_ids_of_a_list_beyond_the_range_are_refused(tokens: list[int]) -> None:
     with pytest.raises(CoreError, match=f"run from {min(tokens)} to {max(tokens)}, must be at least 0"):
