@@ -4,7 +4,7 @@ A question is `key=value,value` or `load=factor`: the user's own, or the `questi
 has bands of its figures and of their change, and says what of it the fit has not seen.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log, sqrt
 from typing import Any
@@ -14,8 +14,8 @@ from scipy.special import stdtrit
 
 from engine.runtime.options import VLLM_NAMES
 from harness.config.checks import checked
-from harness.config.errors import ConfigError, UserError
-from harness.config.overrides import parse_overrides
+from harness.config.errors import UserError
+from harness.config.overrides import parse_override
 from harness.config.schema import RunConfig
 from harness.config.values import UnusualError, converted, replaced
 from harness.metrics.compute import compute_metrics
@@ -150,24 +150,23 @@ def what_ifs(
     texts: Sequence[str],
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[WhatIf]:
-    """The settings as they are, then the answers to questions; what helps most first, what is refused last.
-
-    Raises:
-        UserError: a question cannot be read.
-    """
+    """The settings as they are, then the answers to questions; what helps most first, what is refused last."""
     before = with_draws(log_, config, log_.workload, base)
     as_it_is = replace(_row(log_, base, (AS_IT_IS,), before.figures, ""), bands=before.bands)
     found, refused = {_result(as_it_is): as_it_is}, []
-    for setting, values, workload in [one for text in texts for one in _asked(config, log_.workload, text)]:
-        tell(setting)
-        note = next((why for key, why in NOT_PRICED.items() if key in values), "")
+    for text in [one for each in texts for one in _one_by_one(each)]:
+        setting = text
         try:
+            setting, values, workload = _asked(config, log_.workload, text)
+            tell(setting)
             changed = checked(replaced(config, values))
             check_cost(deployment_of(changed))
             run = predictor(changed, workload)(changed.device)
-        except ConfigError as error:
-            refused.append(WhatIf((setting,), before.figures, note=f"refused: {error.message}"))
+        except UserError as error:
+            reason = "; ".join(str(error).splitlines())
+            refused.append(WhatIf((setting,), before.figures, note=f"refused: {reason}"))
             continue
+        note = next((why for key, why in NOT_PRICED.items() if key in values), "")
         if deployment_of(changed).pool.tokens > deployment_of(config).pool.tokens:
             note = "a pool larger than the deployment's needs more memory than it gave to KV"
         new = unseen(point_of(changed, workload), run.log.steps)
@@ -267,50 +266,58 @@ def _changes(before: Drawn, after: Drawn) -> dict[str, Band]:
     return found
 
 
-def _asked(config: RunConfig, workload: Trace, text: str) -> Iterator[tuple[str, dict[str, Any], Trace]]:
-    """Each setting of a question, the values that it sets, and the requests under it."""
+def _one_by_one(text: str) -> list[str]:
+    """The questions of one value each in a text; the text itself where it cannot be read."""
     key, _, values = text.partition("=")
     if key == LOAD:
-        for value in values.split(","):
-            yield f"{LOAD}={value}", {}, _loaded(workload, value)
-        return
-    (axis,) = parse_overrides([text])
-    if axis.settings[0].is_group:
-        raise UserError(
-            f"--what-if {text}: changes one key, as scheduler.max_running=64,96, or the load, as load=1.5"
-        )
+        return [f"{LOAD}={value}" for value in values.split(",")]
+    try:
+        return [setting.text for setting in parse_override(text).settings]
+    except UserError:
+        return [text]
+
+
+def _asked(config: RunConfig, workload: Trace, text: str) -> tuple[str, dict[str, Any], Trace]:
+    """The setting that a question of one value names, the values that it sets, and the requests under it.
+
+    Raises:
+        UserError: it cannot be read, or the prediction would not hear it.
+    """
+    key, _, value = text.partition("=")
+    if key == LOAD:
+        return text, {}, _loaded(workload, value)
+    (setting,) = parse_override(text).settings
+    if setting.is_group:
+        raise UserError("changes one key, as scheduler.max_running=64,96, or the load, as load=1.5")
     section, _, last = key.partition(".")
     if section not in _SECTIONS and key != _IN_FLIGHT:
         raise UserError(
-            f"--what-if {text}: the requests are those of the log, so this would change nothing; ask a setting of "
+            "the requests are those of the log, so this would change nothing; ask a setting of "
             f"{', '.join(_SECTIONS)}, {_IN_FLIGHT}, or the load, as load=1.5"
         )
     tokens = deployment_of(config).pool.tokens
     if section == "device" and last in _MEMORY:
         raise UserError(
-            f"--what-if {text}: the pool is that of the deployment, so this would change nothing; ask another pool, as "
+            "the pool is that of the deployment, so this would change nothing; ask another pool, as "
             f"cache.pool_tokens={2 * tokens}"
         )
     kept = {} if key.startswith(POOL) else {"cache.pool_tokens": tokens}
     name = last if key == "cache.policy" else VLLM_NAMES.get(last, last)  # vLLM's policy is the scheduler's
-    for setting in axis.settings:
-        try:
-            changed = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}
-        except UnusualError:
-            raise UserError(f"--what-if {text}: {setting.value!r} is no value of {key}") from None
-        yield f"{name}={setting.value}", changed, workload
+    try:
+        changed = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}
+    except UnusualError:
+        raise UserError(f"{setting.value!r} is no value of {key}") from None
+    return f"{name}={setting.value}", changed, workload
 
 
 def _loaded(workload: Trace, factor: str) -> Trace:
     client = workload.header.client
     if client.kind is ClientKind.closed:
         raise UserError(
-            f"--what-if load={factor}: the client is {client}, which sends as the server answers, so this would change "
-            f"nothing; ask how many are in flight, as {_IN_FLIGHT}={2 * (client.max_in_flight or 1)}"
+            f"the client is {client}, which sends as the server answers, so this would change nothing; ask how many "
+            f"are in flight, as {_IN_FLIGHT}={2 * (client.max_in_flight or 1)}"
         )
     try:
         return set_rate(workload, float(factor) * (workload.mean_rate or 0.0))
     except (ValueError, ParameterError) as error:
-        raise UserError(
-            f"--what-if load={factor}: a factor on the rate of the log, above 0: {error}"
-        ) from None
+        raise UserError(f"a factor on the rate of the log, above 0: {error}") from None
