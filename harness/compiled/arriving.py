@@ -151,7 +151,7 @@ def open_lane(state: ReplayState, users: int) -> None:
     """Send what waits for no other request: all, the first of each user at 0, or the first turns."""
     inputs, at = state.inputs, state.at
     if not len(inputs.pause_ns):
-        state.requests.lane[:] = np.arange(len(state.requests.lane))
+        state.requests.lane[:] = np.argsort(inputs.arrival_ns, kind="stable")
         at[ENTRY.coming] = len(state.requests.lane)
     elif len(inputs.waits_for):
         for turn in np.flatnonzero(inputs.waits_for == 0):

@@ -54,15 +54,15 @@ def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
     return to_s(state.log.gap_ns[:count]), state.log.gap_weight[:count].astype(np.float64)
 
 
-def ended_requests(state: ReplayState, request_ids: IntArray, first: int, last: int) -> dict[str, Column]:
+def ended_requests(state: ReplayState, sent: "PlainRequests", first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
     ended = requests.ended[first : min(last, state.at[ENTRY.ended])]
     ended = ended[np.argsort(requests.place[ended])]
     generated = inputs.output[ended] * inputs.width[ended]
     row = RequestRow(
-        request_id=request_ids[ended],
-        arrival_ns=inputs.arrival_ns[ended],
+        request_id=sent.request_id[ended],
+        arrival_ns=(inputs if sent.delay_ns is None else sent).arrival_ns[ended],
         scheduled_ns=requests.scheduled[ended],
         first_token_ns=requests.first_token[ended],
         finish_ns=requests.finish[ended],
@@ -200,8 +200,8 @@ class PlainRequests:
     """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
     `names` says which leading blocks are shared; without it, none. Without `branches` each request has one. With
-    `waiting` some arrive after others have ended. `priority`, int64 `[requests]`: a lower number goes first. Only
-    requests of one branch have `drafts`.
+    `waiting` some arrive after others have ended; without it each may be queued `delay_ns` after its arrival.
+    `priority`, int64 `[requests]`: a lower number goes first. Only requests of one branch have `drafts`.
     """
 
     request_id: IntArray
@@ -213,6 +213,7 @@ class PlainRequests:
     waiting: Waiting | None = None
     priority: IntArray | None = None
     drafts: Drafts | None = None
+    delay_ns: IntArray | None = None
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,7 @@ class CompiledReplay:
         fits = _fits(requests, branches.width, drafts.tokens, limits, pool)
         first_name, names = requests.names or BlockNames.none(len(fits))
         inputs = RequestInputs(
-            arrival_ns=requests.arrival_ns if requests.waiting is None else requests.arrival_ns.copy(),
+            arrival_ns=requests.arrival_ns + (0 if requests.delay_ns is None else requests.delay_ns),
             pause_ns=waiting.pause_ns,
             waits_for=waits_for,
             first_follower=first_follower,
@@ -368,7 +369,7 @@ class CompiledReplay:
             self._handed += fold.chunk
 
     def _ended(self, first: int, last: int) -> dict[str, Column]:
-        return ended_requests(self.state, self._requests.request_id, first, last)
+        return ended_requests(self.state, self._requests, first, last)
 
 
 def _rules(

@@ -286,14 +286,22 @@ class FrontEnd:
 
     def take(self, now_ns: int) -> list[TimedRequest]:
         """The requests that have left by now, in order of that."""
-        for timed in self._source.take(now_ns):
-            self._serve(timed.arrival_ns)
-            self._served.append((self._done_ns + self._turn_ns, timed))
-        self._serve(now_ns)
+        self._serve_all(now_ns)
         through: list[TimedRequest] = []
         while self._inside and self._inside[0][0] <= now_ns:
             through.append(heappop(self._inside)[2])
         return through
+
+    def leaves_ns(self) -> dict[int, int]:
+        """When each request leaves, by its id, of a source that waits for none; the source is used up."""
+        self._serve_all(LATEST_NS)
+        return {timed.request.request_id: at_ns for at_ns, _, timed in self._inside}
+
+    def _serve_all(self, until_ns: int) -> None:
+        for timed in self._source.take(until_ns):
+            self._serve(timed.arrival_ns)
+            self._served.append((self._done_ns + self._turn_ns, timed))
+        self._serve(until_ns)
 
     def _turns_end_ns(self) -> int:
         """When the first request has had its turns, if no other comes."""

@@ -21,6 +21,7 @@ import numpy as np
 from harness.config.errors import ConfigError, UserError
 from harness.scoreboard.published_runs import composed, latencies
 from harness.twin.configured import preset_of, preset_of_device
+from harness.twin.prediction import figures_of_times
 from harness.twin.settings import EngineSettings, with_vllm_defaults
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
@@ -151,16 +152,10 @@ def _errors(
     config = composed(words)
     first = load.requests if config.cache.prefix_caching else 0  # these fill the prefix cache
     found = latencies(config, _trace(load, prompts, first, suite["max_model_len"]))
-    ttft, tpot = found.ttft_ms[first:], found.tpot_ms[first:]
-    predicted = {
-        "ttft_p50": np.quantile(ttft, 0.5),
-        "ttft_p90": np.quantile(ttft, 0.9),
-        "tpot_p50": np.quantile(tpot, 0.5),
-        "tpot_p90": np.quantile(tpot, 0.9),
-        "tokens_per_s": 1e3 * load.requests * load.output_tokens / found.e2e_ms[first:].max(),
-    }
+    predicted = figures_of_times(found.ttft_ms[first:], found.tpot_ms[first:])
+    predicted["tokens_per_s"] = 1e3 * load.requests * load.output_tokens / float(found.e2e_ms[first:].max())
     return {f"measured {name}": value for name, value in load.measured.items()} | {
-        name: round(float(predicted[name]) / value - 1, 4) for name, value in load.measured.items() if value
+        name: round(predicted[name] / value - 1, 4) for name, value in load.measured.items() if value
     }
 
 

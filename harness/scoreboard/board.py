@@ -12,6 +12,7 @@ from harness.scoreboard import accelmark, published_runs, stage_table
 from harness.scoreboard.fidelity import KINDS, Found, Row, Say, by_load, draw
 
 _GROUP = ("model", "engine", "device", "precision")
+_RUN = ("run", *_GROUP, "devices", "isl", "osl", "users", "cost")
 
 
 def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
@@ -26,32 +27,17 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
     rows: list[Row] = []
     for place, run in enumerate(chosen):
         for kind in KINDS:
-            row: Row = {
-                "run": run.name,
-                "model": run.model,
-                "engine": run.engine,
-                "device": run.system,
-                "precision": run.precision,
-                "devices": run.parallel,
-                "isl": run.isl,
-                "osl": run.osl,
-                "users": run.users,
-                "cost": str(kind),
-            }
+            known = (run.name, *run.group, run.parallel, run.isl, run.osl, run.users, str(kind))
+            row: Row = dict(zip(_RUN, known, strict=True))
             try:
                 found = published_runs.simulated(run, kind)
             except ConfigError as error:
                 rows.append(row | {"not priced": published_runs.reason_of(error)})
                 continue
-            rows.append(
-                row
-                | {
-                    "ttft_ms": round(found.ttft_ms, 2),
-                    "tpot_ms": round(found.tpot_ms, 3),
-                    "ttft_error": round(found.ttft_ms / run.ttft_ms - 1, 4),
-                    "tpot_error": round(found.tpot_ms / run.tpot_ms - 1, 4),
-                }
-            )
+            ttft_ms, tpot_ms = float(found.ttft_ms.mean()), float(found.tpot_ms.mean())
+            row |= {"ttft_ms": round(ttft_ms, 2), "tpot_ms": round(tpot_ms, 3)}
+            row |= {"ttft_error": round(ttft_ms / run.ttft_ms - 1, 4)}
+            rows.append(row | {"tpot_error": round(tpot_ms / run.tpot_ms - 1, 4)})
         say(f"{place + 1} of {len(chosen)}: {run.model}, {run.engine}, {run.system}")
     return rows, reasons
 
@@ -152,7 +138,7 @@ def write_fidelity(folder: Path, found: Found, *, command: str) -> Path:
         ours=ours[0],
         roofline=ours[1],
         other=ours[2],
-        compare_columns=("simulator", "figure", "deployments", "rows", "its median", "our median"),
+        compare_columns=stage_table.COMPARED,
         stage_columns=("deployment", "stage", "rate", "figure", "measured_ms", *ours, *others),
         log_columns=("deployment", "cost", "fit", "requests", *errors, "not priced"),
         kv_columns=("deployment", "pool", *(name for row in found.kv[:1] for name in row if " " in name)),

@@ -199,13 +199,10 @@ def _kv_row(log: EngineLog, config: RunConfig, found: PredictedRun) -> Row:
     requests, pool = log.requests, found.log.capacity_slots
     at_s: FloatArray = np.linspace(0.0, float(requests.last_token_s.max()), 500, endpoint=False)
     now = at_s[:, None]
-    span = np.maximum(requests.last_token_s - requests.first_token_s, 1e-9)
-    done = np.clip((now - requests.first_token_s) / span, 0.0, 1.0) * requests.output_tokens
-    decoding = (now >= requests.first_token_s) & (now < requests.last_token_s)
     under_way = (now >= requests.entered_s) & (now < requests.last_token_s)
     size = config.cache.block_size
     whole = size * np.ceil((requests.prompt_tokens + requests.output_tokens) / size)
-    low = (decoding * (requests.prompt_tokens + done)).sum(axis=1) / pool
+    low = requests.held(at_s, requests.first_token_s) / pool
     high = np.minimum((under_way * whole).sum(axis=1) / pool, 1.0)
     ours = found.series(at_s).kv_use
     use = None if log.series is None else log.series.kv_use

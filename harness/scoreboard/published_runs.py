@@ -89,11 +89,12 @@ class PublishedRun:
 
 
 @dataclass(frozen=True)
-class Simulated:
-    """Mean TTFT and TPOT in ms."""
+class ClientTimes:
+    """TTFT, TPOT and end to end in ms from when the client sent each request, by its place in the trace."""
 
-    ttft_ms: float
-    tpot_ms: float
+    ttft_ms: FloatArray
+    tpot_ms: FloatArray
+    e2e_ms: FloatArray
 
 
 def package_folder() -> Path:
@@ -213,7 +214,7 @@ def _order(run: PublishedRun) -> tuple[object, ...]:
     return (*run.group, run.parallel, run.expert_parallel, run.isl, run.osl, run.users, run.name)
 
 
-def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
+def simulated(run: PublishedRun, kind: CostKind) -> ClientTimes:
     """A closed loop of our own: as many users as the row has, each of whom sends the next request at once.
 
     Ten requests a user as in InferenceMAX, fewer for many users, three at least. Chunked prefill, no prefix cache, and
@@ -237,21 +238,7 @@ def simulated(run: PublishedRun, kind: CostKind) -> Simulated:
             raise ConfigError("cost.kind", "roofline: it does not price the arithmetic of 8 and 4 bits")
         check_cost(point.deployment)
         cost = cost_model(point.deployment)
-    found = _latencies(point, cost)
-    return Simulated(float(found.ttft_ms.mean()), float(found.tpot_ms.mean()))
-
-
-@dataclass(frozen=True)
-class ClientTimes:
-    """TTFT, TPOT and end to end in ms from when the client sent each request, by its place in the trace.
-
-    `span_s` is the time from the first request to the last answer.
-    """
-
-    ttft_ms: FloatArray
-    tpot_ms: FloatArray
-    e2e_ms: FloatArray
-    span_s: float
+    return _latencies(point, cost)
 
 
 def composed(words: Sequence[str]) -> RunConfig:
@@ -279,7 +266,7 @@ def _latencies(point: Point, cost: CostModel) -> ClientTimes:
         for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
     )
     tpot_ms = 1e3 * (last - first) / np.maximum(outputs - 1, 1)
-    return ClientTimes(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent), float(last.max() - sent.min()))
+    return ClientTimes(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent))
 
 
 def _check_possible(run: PublishedRun, config: RunConfig) -> None:

@@ -196,6 +196,8 @@ def _run(
     )
 
 
+COMPARED = ("simulator", "figure", "deployments", "rows", "its median", "our median")
+_KNOWN = ("deployment", "model", "stage", "rate", "figure", "measured_ms")
 OURS, ROOFLINE, OTHER = "PageTwin", "PageTwin, roofline", "PageTwin, questions new"
 _PREDICTIONS = (
     (OURS, "cost=published", WHOLE_PROMPTS_REPEAT),
@@ -222,13 +224,8 @@ def stage_rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]
                 if place in values
             }
             stage, figure = place
-            known = {
-                "deployment": run.name,
-                "model": run.model,
-                "stage": stage,
-                "rate": run.stages[stage].rate,
-            }
-            rows.append(known | {"figure": figure, "measured_ms": measured} | errors | refused)
+            known = (run.name, run.model, stage, run.stages[stage].rate, figure, measured)
+            rows.append(dict(zip(_KNOWN, known, strict=True)) | errors | refused)
         say(f"H100 table: {run.name}, {run.model}")
     return rows
 
@@ -253,23 +250,16 @@ def _predicted(run: StagedRun, cost: str, whole_prompts: bool) -> dict[tuple[int
 def compared(rows: Sequence[Mapping[str, Any]], ours: str) -> list[dict[str, Any]]:
     """Of each simulator the median error in size over the rows that it shares with `ours`, and that of `ours` there."""
     found = []
-    known = ("deployment", "model", "stage", "rate", "figure", "measured_ms")
     names = dict.fromkeys(
-        name for row in rows for name in row if name not in known and "PageTwin" not in name
+        name for row in rows for name in row if name not in _KNOWN and "PageTwin" not in name
     )
     for name in names:
         shared = [row for row in rows if name in row and ours in row]
         for figure in ("all", *FIGURES):
             some = [row for row in shared if figure in ("all", row["figure"])]
             if some:
-                found.append(
-                    {
-                        "simulator": name,
-                        "figure": figure,
-                        "deployments": len({row["deployment"] for row in some}),
-                        "rows": len(some),
-                        "its median": median(abs(row[name]) for row in some),
-                        "our median": median(abs(row[ours]) for row in some),
-                    }
-                )
+                deployments = len({row["deployment"] for row in some})
+                theirs, own = (median(abs(row[each]) for row in some) for each in (name, ours))
+                line = (name, figure, deployments, len(some), theirs, own)
+                found.append(dict(zip(COMPARED, line, strict=True)))
     return found

@@ -38,7 +38,7 @@ from harness.twin.residuals import (
 )
 from harness.twin.sharing import cached_before
 from harness.twin.step_fit import StepResiduals, steps_to_fit
-from harness.twin.trust import band_lines, errors_by_part
+from harness.twin.trust import errors_by_part
 from harness.twin.what_ifs import figures_of, with_draws
 from harness.workload.deployment import deployment_of, settings_text
 from traces.formats.pagetwin import write_jsonl
@@ -433,13 +433,13 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
 
 def _trust(fit: Fit, log: EngineLog, config: RunConfig) -> list[str]:
     """How far to trust the deployment, a line each: errors by load and lengths, and the bands of its figures."""
+    found, values = (
+        with_draws(log, config, log.workload, fit.prediction).bands,
+        figures_of(log, fit.prediction),
+    )
+    said = (f"{name}: {band.changes(values[name])} of what is predicted" for name, band in found.items())
     parts = errors_by_part(fit.prediction, log, fit.others)
-    found = with_draws(log, config, log.workload, fit.prediction).bands
-    return [
-        *parts,
-        "Nine of ten measured values should lie",
-        *band_lines(found, figures_of(log, fit.prediction)),
-    ]
+    return [*parts, "Nine of ten measured values should lie", *said]
 
 
 def deployment_file(device: Path) -> Path:

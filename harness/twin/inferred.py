@@ -6,7 +6,7 @@ the share of the pool in use is logged, the tokens that the running requests hol
 
 import numpy as np
 
-from harness.twin.log import FloatArray, LoggedRequests, Timeseries
+from harness.twin.log import LoggedRequests, Timeseries
 from harness.twin.settings import EngineSettings
 from traces.trace import Trace
 
@@ -55,23 +55,11 @@ def _pool_tokens(requests: LoggedRequests, series: Timeseries | None, workload: 
     shares = any(segment.key is not None for row in workload.requests for segment in row.segments)
     if series is None or series.kv_use is None or shares:
         return None
-    held = _held(requests, series.at_s)
+    starts = requests.first_token_s if requests.scheduled_s is None else requests.scheduled_s
+    held = requests.held(series.at_s, starts)
     known = (series.kv_use > 0.1 * float(series.kv_use.max())) & (held > 0)
     if known.sum() < _FEWEST or not series.kv_use.max() > 0:
         return None
     sizes = held[known] / series.kv_use[known]
     low, middle, high = np.quantile(sizes, (0.25, 0.5, 0.75))
     return round(float(middle)) if high - low <= _EVEN * middle else None
-
-
-def _held(requests: LoggedRequests, at_s: FloatArray) -> FloatArray:
-    """Tokens that the running requests hold at each instant: whole prompts, and answers as far as they are."""
-    starts = requests.first_token_s if requests.scheduled_s is None else requests.scheduled_s
-    begin, end = requests.first_token_s, requests.last_token_s
-    total = np.zeros(len(at_s))
-    for place, at in enumerate(at_s):
-        runs = (starts <= at) & (at < end)
-        span = np.maximum(end[runs] - begin[runs], 1e-9)
-        done = np.clip((at - begin[runs]) / span, 0, 1) * requests.output_tokens[runs]
-        total[place] = float((requests.prompt_tokens[runs] + done).sum())
-    return total

@@ -98,6 +98,16 @@ class LoggedRequests:
         entered, started, ended = before(self.entered_s), before(starts), before(self.last_token_s)
         return started - ended, entered - started
 
+    def held(self, at_s: FloatArray, starts_s: FloatArray) -> FloatArray:
+        """Tokens of the requests that have started and not ended at each instant: whole prompts, and answers so far."""
+        begin, end = self.first_token_s, self.last_token_s
+        total = np.zeros(len(at_s))
+        for place, at in enumerate(at_s):
+            runs = (starts_s <= at) & (at < end)
+            done = np.clip((at - begin[runs]) / np.maximum(end[runs] - begin[runs], 1e-9), 0, 1)
+            total[place] = float((self.prompt_tokens[runs] + done * self.output_tokens[runs]).sum())
+        return total
+
 
 @dataclass(frozen=True)
 class Timeseries:

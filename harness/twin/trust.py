@@ -1,10 +1,7 @@
-"""How far a twin can be trusted: the bands of its figures, and its errors by load and by length of prompts."""
-
-from collections.abc import Mapping
+"""How far a twin can be trusted: its errors by load and by length of prompts."""
 
 import numpy as np
 
-from harness.point.bands import Band
 from harness.twin.log import EngineLog, IntArray
 from harness.twin.prediction import PredictedRun, errors_of
 
@@ -29,11 +26,3 @@ def errors_by_part(prediction: PredictedRun, log: EngineLog, places: IntArray) -
                 errors = errors_of(prediction, log, places[chosen])
                 found.append(f"{errors.requests:,} requests with {words}: {errors}")
     return found
-
-
-def band_lines(found: Mapping[str, Band], values: Mapping[str, float]) -> list[str]:
-    """The bands in sentences, as changes of the predicted values."""
-    return [
-        f"{name}: {band.changes(values[name])} of what is predicted for this load"
-        for name, band in found.items()
-    ]

@@ -40,8 +40,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 # Families, and keys of any other, whose layers are of several kinds by a rule that is not read here.
 _MIXED_WINDOWS = ("cohere2", "ministral", "smollm3")  # without a window all layers are alike
 _MIXED = (*_MIXED_WINDOWS, "exaone4", "qwen3_next", "qwen3_5_text")
-# Where use_sliding_window says so alone.
+# Families that heed sliding_window: where use_sliding_window says so alone, in all layers alike, and all of them.
 _ASKED_WINDOWS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")
+_ALIKE = ("mistral", "mixtral", "phi3", "qwen3_moe", "starcoder2")
+_WINDOWED = (*_ASKED_WINDOWS, *_ALIKE, *_MIXED_WINDOWS, "exaone4", "gemma2", "gemma3_text", "gpt_oss")
 # What a family must write, because its class in transformers has a default of its own: asked where that is missing.
 _UNSAID = {
     "head_dim": (
@@ -63,6 +65,11 @@ _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
 # What is not quantised: norms, routers, embeddings and other parts than the text's alone, or layers differ in width.
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
+_BY_RULE = (
+    "dynamic",
+    "modules_in_block_to_quantize",
+    "lm_head",
+)  # the last is an embedding, which counts as whole
 _NO_MATRIX = re.compile(
     r"(^|\.)((lm_head|\w*embed\w*|\w*norm|(\w+_)?gate|router)$|visual|vision|audio|merger|multi_modal|mm_)"
 )
@@ -202,6 +209,8 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
     layers = facts.number("num_hidden_layers", "n_layer", "n_layers", most=_MOST_LAYERS)
     _check_kinds(facts, layers)
     mlp = facts.maybe("intermediate_size_mlp", "intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size")
+    if facts.family in UNGATED:
+        mlp = mlp or (facts.maybe("expansion_ratio") or 4) * hidden
     tied = facts.get("tie_word_embeddings")
     latent = _latent(facts)
     window, windowed = _windows(facts, layers)
@@ -215,7 +224,7 @@ def checkpoint_shape(facts: CheckpointFacts, element_bytes: int, kv_bytes: int |
         heads=heads,
         kv_heads=kv_heads,
         head_dim=facts.number("qk_nope_head_dim") if latent else facts.maybe("head_dim") or hidden // heads,
-        intermediate=mlp or (4 * hidden if facts.family in UNGATED else facts.number("intermediate_size")),
+        intermediate=mlp or facts.number("intermediate_size"),
         vocab=facts.number("vocab_size"),
         bytes_per_element=element_bytes,
         mlp_matrices=2 if facts.family in UNGATED else 3,
@@ -248,7 +257,16 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         found.append(f"heads of K and V that transformers does not read (kv_n_heads = {inner['kv_n_heads']})")
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
-    known = {"full_attention", _CHUNKED if facts.family == _LLAMA_4 else _SLIDING}
+    if facts.get("word_embed_proj_dim") not in (None, facts.get("hidden_size")):
+        found.append(
+            f"embeddings of another width (word_embed_proj_dim = {facts.get('word_embed_proj_dim')})"
+        )
+    if facts.get("add_cross_attention"):
+        found.append("attention to an encoder (add_cross_attention)")
+    if facts.family in _ALIKE and facts.get("sliding_window") and facts.written("layer_types"):
+        found.append("a list of layers beside a window that transformers has in all of them (layer_types)")
+    windows = _CHUNKED if facts.family == _LLAMA_4 else _SLIDING if facts.family in _WINDOWED else None
+    known = {"full_attention", windows}
     other = sorted({str(kind) for kind in _layer_types(facts)} - known)
     if states and _LINEAR in other:
         other.remove(_LINEAR)
@@ -362,7 +380,8 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
     if facts.family == _LLAMA_4:
         return _chunks(facts, layers)
     used = facts.get("use_sliding_window")
-    if not facts.get("sliding_window") or used is False or (used is None and facts.family in _ASKED_WINDOWS):
+    unasked = used is False or (used is None and facts.family in _ASKED_WINDOWS)
+    if facts.family not in _WINDOWED or not facts.get("sliding_window") or unasked:
         return None, 0
     window = facts.maybe("sliding_window")
     kinds = _layer_types(facts)
@@ -372,10 +391,10 @@ def _windows(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
         count = (layers + 1) // 2
     elif facts.family == "gemma3_text":
         count = layers - layers // (facts.maybe("sliding_window_pattern") or 6)
+    elif facts.family in _ASKED_WINDOWS and facts.family not in _ALIKE:
+        count = max(0, layers - facts.number("max_window_layers"))
     else:
-        count = (
-            max(0, layers - facts.number("max_window_layers")) if facts.family in _ASKED_WINDOWS else layers
-        )
+        count = layers
     return (window, count) if count else (None, 0)
 
 
@@ -386,12 +405,12 @@ def _quantised_bits(facts: CheckpointFacts) -> float | None:
         return None
     if method in _EVERY_EIGHT_BITS:
         return 8.0
-    if method == "mxfp4":
+    if method == "mxfp4" and facts.family == "gpt_oss":
         return 4.25
     if method in _GROUPED and isinstance(section, dict):
         bits, group = section.get("bits"), section.get("group_size")
         # A group has a scale of 16 bits and a zero of as many bits as an element.
-        if isinstance(bits, int) and isinstance(group, int) and 1 <= bits <= 16 and group > 0:
+        if type(bits) is int and type(group) is int and 1 <= bits <= 16 and group > 0:
             return bits + (16 + bits) / group
     return None
 
@@ -402,7 +421,9 @@ def _partly(facts: CheckpointFacts) -> bool:
     if not isinstance(section, dict):
         return False
     left_out = [name for key in _LEFT_OUT for name in section.get(key) or ()]
-    return bool(section.get("dynamic")) or any(not _NO_MATRIX.search(str(name)) for name in left_out)
+    return any(section.get(key) for key in _BY_RULE) or any(
+        not _NO_MATRIX.search(str(name)) for name in left_out
+    )
 
 
 def _method(facts: CheckpointFacts) -> str:

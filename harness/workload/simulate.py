@@ -31,9 +31,9 @@ from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
 from harness.config.schema import CacheConfig, Compiled, ReplayMode
 from harness.console import install_hint, remark
-from harness.cost.roofline import RooflineCost
+from harness.cost.roofline import FRONT_END, RooflineCost
 from harness.metrics.log import IntArray, RunLog
-from harness.replay.arrivals import TimedRequest
+from harness.replay.arrivals import FrontEnd, TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
 from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
@@ -70,7 +70,7 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
     if reason is None:
         waiting = _waiting(point.workload.traffic, rows)
         requests = plain_requests(rows, _named_blocks(point), _branches(point, cost), waiting)
-        requests = replace(requests, drafts=_drafts(point, cost))
+        requests = replace(requests, drafts=_drafts(point, cost), delay_ns=_delays_ns(point))
         return [replay_of(point, requests, cost) for _ in range(point.replicas)]
     if mode is Compiled.always:
         raise _refusal(reason)
@@ -246,6 +246,19 @@ def _drafts(point: Point, cost: CostModel) -> Drafts | None:
     """The drafts of every request; None where they have none."""
     found = next((each.speculation for each in point.workload.decodings if each.speculation), None)
     return Drafts(found.tokens, point.workload.drawn.accepted(cost.source)) if found else None
+
+
+def _delays_ns(point: Point) -> IntArray | None:
+    """What each request of an open loop spends in the server's front end; None where nothing is known of one."""
+    if not any(getattr(point.deployment.device, name) for name in FRONT_END):
+        return None
+    rows = point.trace.columns
+    columns = (rows.request_id, rows.prompt_tokens, rows.output_tokens, rows.arrival_us)
+    each = zip(*(column.tolist() for column in columns), strict=True)
+    source = point.arrivals(TimedRequest(Request(*lengths), 1000 * at_us) for *lengths, at_us in each)
+    assert isinstance(source, FrontEnd)
+    leaves_ns = source.leaves_ns()
+    return _column([leaves_ns[each] for each in rows.request_id.tolist()]) - 1000 * rows.arrival_us
 
 
 def _grouping(point: Point) -> Grouping | None:

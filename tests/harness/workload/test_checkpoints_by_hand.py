@@ -104,8 +104,25 @@ READ = {
             modules_to_not_convert=["visual.blocks.0.attn.qkv", "model.layers.3.mlp.gate"],
         ),
     ),
+    "llama with a window that it does not heed": of("llama", sliding_window=128),
+    "qwen3_moe, whose windows are in all layers": of(
+        "qwen3_moe", use_sliding_window=True, sliding_window=128, max_window_layers=4, **EXPERTS
+    ),
 }
 REFUSED = {
+    "gptq of the head too": of("llama", **quantised("gptq", bits=4, group_size=128, lm_head=True)),
+    "gptq of one matrix alone": of(
+        "llama",
+        **quantised("gptq", bits=4, group_size=128, modules_in_block_to_quantize=[["self_attn.q_proj"]]),
+    ),
+    "gptq of true bits": of("llama", **quantised("gptq", bits=True, group_size=128)),
+    "mxfp4 of a dense model": of("llama", **quantised("mxfp4")),
+    "mistral with a list that transformers does not read": of(
+        "mistral", sliding_window=128, layer_types=WINDOWED
+    ),
+    "llama with a list of windows": of("llama", sliding_window=128, layer_types=WINDOWED),
+    "opt whose embeddings are narrower": of("opt", ffn_dim=1024, word_embed_proj_dim=128),
+    "gpt2 behind an encoder": of("gpt2", n_embd=512, n_layer=LAYERS, n_head=8, add_cross_attention=True),
     "llama4 with experts in every other layer": of("llama4_text", **SCOUT | {"interleave_moe_layer_step": 2}),
     "qwen3_next without its list": of("qwen3_next", shared_expert_intermediate_size=256, **EXPERTS),
     "qwen3_next": of("qwen3_next", shared_expert_intermediate_size=256, layer_types=HYBRID, **EXPERTS),
@@ -168,7 +185,8 @@ def kinds_of(facts: dict[str, Any]) -> dict[str, Any]:
 
     read = CONFIG_MAPPING[facts["model_type"]].from_dict(facts).get_text_config(decoder=True)
     kinds = getattr(read, "layer_types", None)
-    window = getattr(read, "sliding_window", None)
+    heeded = hasattr(type(read)(), "sliding_window")  # else it is a key that no code of the family reads
+    window = read.sliding_window if heeded else None
     if read.model_type == "llama4_text":
         window = read.attention_chunk_size
     windowed = sum(kind != "full_attention" for kind in kinds) if kinds else LAYERS * bool(window)

@@ -94,9 +94,9 @@ def test_its_pool_must_be_set_by_hand(tmp_path: Path, facts: dict[str, Any], wor
         ({}, "null"),
         ({"sliding_window": 4096, "use_sliding_window": False}, "null"),
         ({"sliding_window": 8192}, "null"),
-        ({"sliding_window": 4096}, "4096"),
-        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2}, "null"),
-        ({"sliding_window": 4096, "max_window_layers": 2}, "null"),
+        ({"sliding_window": 4096, "model_type": "mistral"}, "4096"),
+        ({"sliding_window": 4096, "layer_types": ["full_attention"] * 2, "model_type": "qwen2"}, "null"),
+        ({"sliding_window": 4096, "max_window_layers": 2, "model_type": "qwen2"}, "null"),
     ],
 )
 def test_a_dense_model_is_priced(tmp_path: Path, facts: dict[str, Any], longest: str) -> None:
@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_element_type_is_refused(tmp_path: Path, dtype: 
         ({"hidden_size": None}, "has none of hidden_size, n_embd, d_model"),
         ({"num_hidden_layers": -3}, "num_hidden_layers is -3, must be a whole number of at least 1"),
         ({"num_attention_heads": "32"}, "num_attention_heads is '32'"),
-        ({"sliding_window": "4096"}, "sliding_window is '4096'"),
+        ({"sliding_window": "4096", "model_type": "phi3"}, "sliding_window' expected int"),
         ({"text_config": [1]}, "must be objects"),
     ],
 )
@@ -352,7 +352,7 @@ def test_latent_attention_is_read_and_keeps_one_vector_and_one_key(tmp_path: Pat
         ({"model_type": "mistral", "sliding_window": 4096}, 2),
         ({"model_type": "gemma2", "sliding_window": 4096}, 1),
         ({"model_type": "gemma3_text", "sliding_window": 512, "num_hidden_layers": 62}, 52),
-        ({"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}, 1),
+        ({"sliding_window": 64}, 0),  # a llama, which does not heed it
         ({"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1}, 0),
         (
             {"model_type": "qwen3", "sliding_window": 64, "max_window_layers": 1, "use_sliding_window": True},
