@@ -81,13 +81,19 @@ def client_of(
     count, tolerance = len(times), _TOLERANCE * float(np.median(times.latency_s))
     before = _turns_before(times, sessions, tolerance)
     follows = before >= 0
-    found = _cap_of(times.arrival_s, times.last_token_s, tolerance, cap)
+    found = _cap_of(times.arrival_s, times.last_token_s, tolerance, None)
+    doubt = ""
+    if cap is not None and found.most > cap + 1:
+        doubt = f" It states at most {cap} (max_concurrency), but {found.most} were; what its times show is taken."
+        cap = None
+    if cap is not None:
+        found = _cap_of(times.arrival_s, times.last_token_s, tolerance, cap)
     is_held = found.held & ~follows
     reached = int(is_held.sum())
     shows = reached >= FEWEST_HELD and reached > _HELD * found.at_the_cap
     if cap is None and not (shows and found.at_the_cap >= _AT_THE_CAP * len(is_held)):
         client = Client(ClientKind.multi_turn if follows.any() else ClientKind.open)
-        return LogClient(client, f"The client is {client}.", times.entered_s, before)
+        return LogClient(client, f"The client is {client}.{doubt}", times.entered_s, before)
     pause = max(0.0, float(np.median(found.idle_s[is_held]))) if reached else 0.0
     if times.queued_s is not None and reached:  # the replay starts at the queue
         pause += max(0.0, float(np.median((times.entered_s - times.arrival_s)[is_held])))
@@ -99,7 +105,9 @@ def client_of(
     own = _own_schedule(times.entered_s, is_held, rate, carried=closed)
     how = "as the log states" if cap is not None else "as the times of its requests show"
     many = f"{reached:,} of {count:,} were held back" if reached else "which the log never reaches"
-    return LogClient(client, f"The client is {client} ({how}; {many}).", own, before)
+    if not reached and rate == math.inf and count > found.most:
+        many += ", as a client without a rate would: are its times whole, of one unit, and those of this run?"
+    return LogClient(client, f"The client is {client} ({how}; {many}).{doubt}", own, before)
 
 
 def _cap_of(sent_s: FloatArray, ended_s: FloatArray, tolerance: float, stated: int | None) -> _Cap:
@@ -115,13 +123,6 @@ def _cap_of(sent_s: FloatArray, ended_s: FloatArray, tolerance: float, stated: i
     back = np.empty(count, np.int64)
     back[order] = np.arange(count)
     return _Cap(most, (idle <= tolerance)[back], idle[back], reaches)
-
-
-def states_too_little(times: LoggedRequests, cap: int) -> int | None:
-    """How many were in flight where that is clearly more than the `cap` that the log states; else None."""
-    tolerance = _TOLERANCE * float(np.median(times.latency_s))
-    most = _cap_of(times.arrival_s, times.last_token_s, tolerance, None).most
-    return most if most > cap + 1 else None
 
 
 def _own_schedule(entered: FloatArray, held: BoolArray, rate: float | None, *, carried: bool) -> FloatArray:

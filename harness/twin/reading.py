@@ -17,7 +17,7 @@ import numpy as np
 
 from harness.config.errors import UserError
 from harness.twin import exports, printed, settings_files
-from harness.twin.client import LogClient, client_of, states_too_little
+from harness.twin.client import LogClient, client_of
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
 from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
@@ -41,6 +41,7 @@ _KEY = re.compile(r'"(\w+)"\s*:')
 _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
 _MOST_SHIFTS = 10_000
 _LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
+_ONE_TOKEN_S = 0.1  # from the first token to the end of a request of one: the stream's last chunk takes less
 _LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
 
 
@@ -90,8 +91,7 @@ def _engine_log(folder: Path) -> EngineLog:
         trace, sharing = trace_of_log(log, rows, times, found.prompts)
     else:
         trace, sharing = _matched(workload, log, rows, times), ()
-    client, doubt = _client(log, rows, times, trace)
-    notes += doubt
+    client = _client(log, rows, times, trace)
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
         series, note = _on_clock(series, times)
@@ -112,24 +112,15 @@ def _engine_log(folder: Path) -> EngineLog:
     )
 
 
-def _client(
-    log: RequestLog, rows: Sequence[LoggedRequest], times: LoggedRequests, trace: Trace
-) -> tuple[LogClient, list[str]]:
-    """The client, and what of its log is not believed."""
-    cap, rate, doubts = log.facts.get("max_concurrency"), log.facts.get("request_rate"), list[str]()
+def _client(log: RequestLog, rows: Sequence[LoggedRequest], times: LoggedRequests, trace: Trace) -> LogClient:
+    cap = log.facts.get("max_concurrency")
     if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int) or cap < 1):
         reason = f"whole number of at least 1 expected, found {cap}"
         raise TraceError(log.file.path, None, "max_concurrency", reason)
-    if cap is not None and (most := states_too_little(times, cap)):
-        doubts.append(
-            f"{log.file.name}: it states at most {cap} requests in flight (max_concurrency), but {most} were; what its "
-            "times show is taken."
-        )
-        cap = None
     sessions = [row.session for row in rows]
     if not any(sessions):
         sessions = [request.session for request in trace.requests]
-    return client_of(times, cap=cap, rate=_rate(rate), sessions=sessions), doubts
+    return client_of(times, cap=cap, rate=_rate(log.facts.get("request_rate")), sessions=sessions)
 
 
 def _rate(stated: object) -> float | None:
@@ -332,12 +323,15 @@ def _sorted_rows(log: RequestLog) -> tuple[list[LoggedRequest], float]:
 
 
 def _once(log: RequestLog) -> Iterator[LoggedRequest]:
-    """The rows without those that stand in the file again under the same name and with the same times."""
+    """The rows without those that cannot be, or stand in the file again, by their name and with the same times."""
     seen: set[tuple[str, float, float, float]] = set()
     for row in log.rows:
         key = (row.request_id, row.arrival_s, row.first_token_s, row.last_token_s)
         if row.request_id and key in seen:
             log.add(WRITTEN_TWICE)
+            continue
+        if row.output_tokens == 1 and row.last_token_s - row.first_token_s > _ONE_TOKEN_S:
+            log.add("one token, and an end long after it: its output is counted otherwise")
             continue
         seen.add(key)
         yield row

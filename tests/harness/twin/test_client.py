@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from harness.twin.client import LogClient, client_of, states_too_little
+from harness.twin.client import LogClient, client_of
 from harness.twin.log import LoggedRequests
 from traces.trace import CHAINED, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
@@ -63,10 +64,23 @@ def test_a_cap_that_a_log_states_and_never_reaches_is_kept_and_said() -> None:
     assert found.own_s.tolist() == times.arrival_s.tolist()
 
 
-def test_a_stated_cap_that_the_times_exceed_is_seen() -> None:
+def test_a_stated_cap_that_the_times_exceed_is_said_and_not_believed() -> None:
     times = served(poisson(4.0), 8)
-    assert states_too_little(times, 3) == 8
-    assert states_too_little(times, 8) is None
+    found = client_of(times, cap=3)
+    assert found.client.max_in_flight == 8
+    assert "It states at most 3 (max_concurrency), but 8 were" in found.said
+    assert "It states" not in client_of(times, cap=8).said
+
+
+def test_a_client_without_a_rate_that_never_reaches_its_cap_is_doubted() -> None:
+    """As where start times are in milliseconds, and the gaps between tokens in seconds."""
+    times = served([0.0] * 60, 4)
+    apart = replace(times, arrival_s=1000 * times.arrival_s)
+    shift = apart.arrival_s - times.arrival_s
+    apart = replace(apart, first_token_s=times.first_token_s + shift, last_token_s=times.last_token_s + shift)
+    assert "of one unit" in client_of(apart, cap=4, rate=math.inf).said
+    assert "of one unit" not in client_of(times, cap=4, rate=math.inf).said
+    assert "of one unit" not in client_of(apart, cap=4, rate=0.001).said
 
 
 def test_the_own_schedule_of_held_requests_lies_between_those_that_were_not_held() -> None:

@@ -81,6 +81,13 @@ def test_a_closed_loop_without_start_times_is_rebuilt_from_how_long_each_request
     assert any("no start_times" in note for note in log.notes)
 
 
+def test_a_request_of_one_token_that_ends_long_after_it_is_left_out_and_said(tmp_path: Path) -> None:
+    """Its server generated more than the log counts, and had that load."""
+    log = read_engine_log(edited(BENCH, tmp_path, lambda record: record["output_lens"].__setitem__(0, 1)))
+    assert log.dropped == {"one token, and an end long after it: its output is counted otherwise": 1}
+    assert "its output is counted otherwise" in log.lost
+
+
 def test_a_bench_result_gives_the_model() -> None:
     assert read_engine_log(BENCH).settings.model == "tiny-llama"
 
