@@ -30,12 +30,7 @@ from harness.metrics import KEEPS_MORE
 from harness.point.cost import cost_model
 from harness.workload.deployment import deployment_of, layer_sets, model_shape
 from harness.workload.scheduler import eviction_policy, host_tier
-from traces.analysis.reuse import (
-    PrefixPaths,
-    ReuseProfile,
-    optimal_hit_tokens,
-    reuse_profile,
-)
+from traces.analysis.reuse import PrefixPaths, ReuseProfile, optimal_hit_tokens, reuse_profile
 
 PRECISION = 0.05  # share at which the search for a rate stops
 CANDIDATES: Mapping[str, tuple[Any, ...]] = {

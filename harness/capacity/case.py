@@ -17,14 +17,7 @@ import numpy as np
 from engine.core.options import Sharing
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import (
-    EngineDevice,
-    Oversize,
-    ReplayMode,
-    RunConfig,
-    TraceFormat,
-    WeightDtype,
-)
+from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat, WeightDtype
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.metrics.log import FloatArray, RunLog
@@ -418,13 +411,7 @@ class LoadCase:
         return self._parts[known]
 
     def _simulated(
-        self,
-        part: _Part,
-        trace: Trace,
-        rate: float | None,
-        changes: Mapping[str, Any],
-        seed: int,
-        end: str,
+        self, part: _Part, trace: Trace, rate: float | None, changes: Mapping[str, Any], seed: int, end: str
     ) -> Trial:
         if part.missing:
             return Trial(rate, changes, seed, {}, {NEVER_FITS: part.missing}, None, ())

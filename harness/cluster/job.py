@@ -31,14 +31,7 @@ from harness.config.schema import ExecuteConfig, RunConfig
 from harness.console import say
 from harness.store import StoreError
 from harness.store.commit import Layout
-from harness.sweep.execute import (
-    Done,
-    PointRunner,
-    Progress,
-    run_and_commit,
-    run_in_workers,
-    store_failure,
-)
+from harness.sweep.execute import Done, PointRunner, Progress, run_and_commit, run_in_workers, store_failure
 from harness.sweep.plan import PlannedPoint, fingerprint
 from harness.sweep.progress import TimeModel, work_of
 

@@ -41,13 +41,7 @@ from harness.cost.roofline import DeviceShape, block_size_factor
 from harness.environment import device_identity, engine_device
 from harness.metrics.log import FloatArray, IntArray
 from harness.replay.features import Sight
-from harness.workload.architecture import (
-    TIED,
-    UNGATED,
-    CheckpointFacts,
-    checkpoint_shape,
-    unknown_parts,
-)
+from harness.workload.architecture import TIED, UNGATED, CheckpointFacts, checkpoint_shape, unknown_parts
 
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 

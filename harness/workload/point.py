@@ -37,11 +37,7 @@ from harness.workload.decoding import (
     recorded_parents,
     trace_decoding_of,
 )
-from harness.workload.deployment import (
-    Deployment,
-    PoolShape,
-    deployment_of,
-)
+from harness.workload.deployment import Deployment, PoolShape, deployment_of
 from harness.workload.scheduler import new_scheduler, observed_scheduler
 from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_asked, traffic_of
 from traces.errors import TraceError

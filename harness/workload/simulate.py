@@ -456,11 +456,7 @@ def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, Pl
 
 
 def simulated_executor(
-    point: Point,
-    cost: CostModel,
-    requests: Mapping[int, Request],
-    *,
-    fast_forward: bool,
+    point: Point, cost: CostModel, requests: Mapping[int, Request], *, fast_forward: bool
 ) -> SimulatedExecutor:
     """The executor of a prediction: seconds from `cost`, outcomes from `point.workload.drawn`; `requests` may grow."""
     drawn = point.workload.drawn

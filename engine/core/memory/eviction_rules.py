@@ -7,17 +7,20 @@ Sources: SIEVE: Zhang et al., NSDI 2024. S3-FIFO: Yang et al., SOSP 2023. GDSF: 
 """
 
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush, heapreplace
-from itertools import chain, count, repeat
+from itertools import chain, repeat
+from operator import itemgetter
 
 from engine.core.identity import BlockHash
 from engine.core.memory.eviction import EvictionPolicy, LruQueue, Released
 from engine.core.options import Eviction
 
 _Key = float | int
-# its lowest key, its number, the place of its first entry among those of this number, keys and blocks, lowest last
-_Run = tuple[_Key, int, int, list[_Key], list[int]]
+_Entry = tuple[_Key, int, int]  # a key, the number of its run, a block
+_Run = tuple[
+    Iterator[_Entry], Sequence[_Key], list[int]
+]  # what is not in the heap, keys and blocks, lowest first
 
 
 class Run(list[int]):
@@ -165,15 +168,17 @@ class KeyedQueue(EvictionPolicy):
 
     A subclass says the keys of a table's blocks when they are released. `last_key` is that of the last one evicted.
 
-    Blocks that are released at once are a run, sorted once, and the heap has each run by its lowest key. A block that
-    is used again leaves a stale entry, which is skipped.
+    Blocks that are released at once are a run, sorted once, and the heap has the first of each run. One that is used
+    again leaves its run where it is the last one there, as a table's first block mostly is. Else it leaves a stale
+    entry, which is skipped.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._heap: list[_Run] = []
+        self._heap: list[_Entry] = []
+        self._runs: dict[int, _Run] = {}
         self._run_of: dict[int, int] = {}  # also of blocks that were evicted
-        self._runs = self._stale = self._size = 0
+        self._last_run = self._stale = self._size = 0
         self.last_key: _Key = 0.0
 
     def __len__(self) -> int:
@@ -186,46 +191,61 @@ class KeyedQueue(EvictionPolicy):
     def push(self, blocks: Sequence[int], table: Released) -> None:
         """Add the blocks by their keys."""
         if blocks:
-            self._runs += 1
             self._size += len(blocks)
-            self._run_of.update(zip(blocks, repeat(self._runs)))
-            keys, run = self.keys(blocks, table), list(blocks)
-            if len(run) > 1 and (ordered := sorted(keys, reverse=True)) != keys:
-                run = [run[at] for at in sorted(range(len(run)), key=keys.__getitem__, reverse=True)]
-                keys = ordered
-            heappush(self._heap, (keys[-1], self._runs, 0, keys, run))
+            keys, run = self.keys(blocks, table)[::-1], [*reversed(blocks)]
+            if (ordered := sorted(keys)) != keys:
+                run = [run[at] for at in sorted(range(len(run)), key=keys.__getitem__)]
+            self._add(ordered, run)
+
+    def _add(self, keys: Sequence[_Key], run: list[int]) -> None:
+        self._last_run = number = self._last_run + 1
+        run_of = self._run_of
+        for block in run:
+            run_of[block] = number
+        entries = zip(keys, repeat(number), run)
+        heappush(self._heap, next(entries))
+        self._runs[number] = entries, keys, run
 
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the blocks that are in the queue."""
         for block in queued:
-            del self._run_of[block]
+            run = self._runs[self._run_of.pop(block)][2]
+            if len(run) > 1 and run[-1] == block:
+                run.pop()
+            else:
+                self._stale += 1
         self._size -= len(queued)
-        self._stale += len(queued)
-        if self._stale > 64 + 2 * self._size:
-            self._heap = [(key, at, place, [key], [block]) for key, at, place, block in self._entries()]
-            self._stale = 0
+        if self._stale + len(self._heap) > 64 + 3 * self._size:
+            left, self._heap, self._runs, self._stale = self._entries(), [], {}, 0
+            if left:
+                self._add([key for key, _, _ in left], [block for _, _, block in left])
 
-    def _entries(self) -> list[tuple[_Key, int, int, int]]:
+    def _entries(self) -> list[_Entry]:
         """Those that are not stale, in order."""
-        runs = (zip(keys[::-1], repeat(run), count(at), of[::-1]) for _, run, at, keys, of in self._heap)
-        return sorted(entry for entry in chain(*runs) if self._run_of.get(entry[3]) == entry[1])
+        entries = list[_Entry]()
+        for _, number, block in self._heap:
+            _, keys, run = self._runs[number]
+            at = run.index(block) if block in run else len(run)
+            entries += zip(keys[at:], repeat(number), run[at:])
+        live = (entry for entry in entries if self._run_of.get(entry[2]) == entry[1])
+        return sorted(live, key=itemgetter(0, 1))
 
     def pop(self, count: int) -> list[int]:
         """Remove the blocks with the lowest keys."""
         self.check_count(count)
-        heap, run_of, victims, key = self._heap, self._run_of, list[int](), self.last_key
+        heap, runs, run_of, victims, key = self._heap, self._runs, self._run_of, list[int](), self.last_key
         while len(victims) < count:
-            key, number, place, keys, run = heap[0]
-            block = run.pop()
-            keys.pop()
-            if not keys:
+            key, number, block = heap[0]
+            after = next(runs[number][0], None)
+            if after is None:
                 heappop(heap)
-            elif (after := keys[-1]) != key:  # else no other can be before it
-                heapreplace(heap, (after, number, place, keys, run))
+                del runs[number]
+            elif after[0] == key:  # no other can be before it
+                heap[0] = after
+            else:
+                heapreplace(heap, after)
             if run_of.get(block) == number:
                 victims.append(block)
-            else:
-                self._stale -= 1
         self.last_key = key
         self._size -= count
         self.forget(victims)
@@ -233,7 +253,7 @@ class KeyedQueue(EvictionPolicy):
 
     def blocks(self) -> list[int]:
         """By key."""
-        return [entry[3] for entry in self._entries()]
+        return [block for _, _, block in self._entries()]
 
 
 class Line:
@@ -297,7 +317,7 @@ class Line:
     def remove(self, blocks: Sequence[int]) -> None:
         """Blocks that `go` found are evicted, or move elsewhere."""
         self.size -= len(blocks)
-        if not self._place.keys().isdisjoint(blocks):
+        if self._place and not self._place.keys().isdisjoint(blocks):
             for block in blocks:
                 self._place.pop(block, None)
 
@@ -484,12 +504,15 @@ class GdsfQueue(LfuQueue):
     def keys(self, blocks: Sequence[int], table: Released) -> list[_Key]:
         """Age at release + (1 + uses) x seconds."""
         places, before, size = table.places(blocks), self._seconds_before, self.facts.block_size
-        before += [self.facts.seconds(place * size) for place in range(len(before), places[-1] + 2)]
-        whole, starts, age = before[places[-1] + 1], [*map(before.__getitem__, places)], self.last_key
-        keys = [age + (whole - at) for at in starts]
-        for at, block in enumerate(() if self._uses.keys().isdisjoint(blocks) else blocks):
-            if uses := self._uses.get(block):
-                keys[at] = age + (1 + uses) * (whole - starts[at])
+        end, age, uses = places[-1] + 1, self.last_key, self._uses
+        before += [self.facts.seconds(place * size) for place in range(len(before), end + 1)]
+        starts, end_s = before[places[0] : end], before[end]
+        if len(starts) > len(blocks):
+            starts = [before[place] for place in places]
+        keys = [age + (end_s - at) for at in starts]
+        if not uses.keys().isdisjoint(blocks):
+            for at in [at for at, block in enumerate(blocks) if block in uses]:
+                keys[at] = age + (1 + uses[blocks[at]]) * (end_s - starts[at])
         return keys
 
 
@@ -520,8 +543,10 @@ class S3FifoQueue(CountingQueue, PlacedQueue):
             blocks = [block for block in blocks if block not in known]
         share = max(1, self.facts.num_blocks // 10)
         room = len(blocks) if self._evicts else max(0, share - self._small.size)
-        main.enter(blocks[room:])
-        self._small.enter(blocks[:room])
+        if room < len(blocks):
+            main.enter(blocks[room:])
+            blocks = blocks[:room]
+        self._small.enter(blocks)
         for _ in range(len(ghosts) - self.facts.num_blocks * 9 // 10):
             ghosts.popitem(last=False)
 
@@ -543,27 +568,35 @@ class S3FifoQueue(CountingQueue, PlacedQueue):
 
     def _of_small(self, found: Sequence[int]) -> Sequence[int]:
         """Victims of those found in the small queue, up to the first one used enough; none where that moves on."""
-        uses, end, moves = self._uses, len(found), False
+        uses, moves = self._uses, False
         if not uses.keys().isdisjoint(found):
-            moves = uses.get(found[0], 0) >= self._ENOUGH
-            others = (at for at, each in enumerate(found) if (uses.get(each, 0) >= self._ENOUGH) != moves)
-            end = next(others, end)
-            for block in found[:end]:
+            enough = [uses.get(block, 0) >= self._ENOUGH for block in found]
+            moves = enough[0]
+            if (not moves) in enough:
+                end = enough.index(not moves)
+                self._small.put_back(found[end:])
+                found = found[:end]
+            for block in found:
                 uses.pop(block, None)
-        self._small.put_back(found[end:])
-        self._small.remove(found := found[:end])
+        self._small.remove(found)
         if moves:
             self._main.enter(found)
             return ()
-        for block_hash in map(self.facts.hash_of, found):
-            self._ghosts[block_hash] = True
-            self._ghosts.move_to_end(block_hash)
+        hashes, ghosts = [*map(self.facts.hash_of, found)], self._ghosts
+        known = len(ghosts)
+        for block_hash in hashes:
+            ghosts[block_hash] = True
+        if len(ghosts) < known + len(hashes):
+            for block_hash in hashes:
+                ghosts.move_to_end(block_hash)
         return found
 
     def _of_main(self, found: Sequence[int]) -> Sequence[int]:
         """Victims of those found in the large queue; what is used there moves to its end, with one use less."""
         uses = self._uses
         self._main.remove(found)
+        if uses.keys().isdisjoint(found):
+            return found
         moves = [block for block in found if block in uses]
         found = [block for block in found if block not in uses]
         for block in moves:
