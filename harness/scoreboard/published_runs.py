@@ -23,7 +23,7 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from engine.runtime.options import KVDtype
-from harness.config.compose import compose_config, normalise
+from harness.config.compose import normalise
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, ReplayMode, RunConfig, TableEngine, WeightDtype
 from harness.cost.fitted import held_out_error
@@ -33,7 +33,7 @@ from harness.cost.published import SYSTEMS, TableSetup, check_package, compiled
 from harness.metrics.log import FloatArray
 from harness.point.cost import check_cost, cost_model, published_cost
 from harness.replay.cost_model import CostModel
-from harness.sweep.plan import run_request
+from harness.sweep.plan import one_configuration
 from harness.workload.deployment import model_shape, unmodelled
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import simulate
@@ -243,8 +243,7 @@ def simulated(run: PublishedRun, kind: CostKind) -> ClientTimes:
 
 def composed(words: Sequence[str]) -> RunConfig:
     """The configuration of overrides, for a prediction."""
-    request = run_request(("measure=false", *words))
-    return normalise(compose_config(axis.settings[0] for axis in request.axes))
+    return normalise(one_configuration(("measure=false", *words), "a prediction has"))
 
 
 def latencies(config: RunConfig, trace: Trace) -> ClientTimes:

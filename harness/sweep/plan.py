@@ -456,9 +456,14 @@ def _plan_point(
     except MemoryError:
         return BadPoint(_label(varying), (_TOO_LARGE,))
     applies = tuple(item.text for item in varying if _applies(item, asked, config))
-    unread = _unread(config)
-    idle = frozenset(one.key for one in settings if one.key in unread or not _applies(one, asked, config))
+    idle = idle_keys(settings, asked, config)
     return PlannedPoint(name, tuple(item.text for item in settings), applies, config, idle)
+
+
+def idle_keys(settings: Iterable[Setting], asked: RunConfig, normal: RunConfig) -> frozenset[str]:
+    """The keys of settings that have no effect in a configuration, as it was asked for and normalised."""
+    unread = _unread(normal)
+    return frozenset(one.key for one in settings if one.key in unread or not _applies(one, asked, normal))
 
 
 def _path_errors(config: RunConfig, known: SharedErrors) -> list[ConfigError]:
@@ -490,7 +495,15 @@ _OF_A_PART = {
     "disk": ("device.disk_read_gbs", "device.disk_write_gbs", "device.disk_latency_us"),
     "timings": ("device.multiprocessors", "device.l2_mib", "device.clock_ghz"),
     "latent": ("model.rope_dim", "model.value_dim", "model.query_rank"),
-    "experts": ("model.expert_skew",),
+    "experts": (
+        *("model.expert_skew", "model.experts_per_token", "model.expert_intermediate"),
+        *("model.shared_intermediate", "model.dense_layers"),
+    ),
+    "rates": (
+        *("device.bandwidth_efficiency", "device.kv_efficiency", "device.compute_efficiency"),
+        *("device.attention_efficiency", "device.layer_overhead_us", "device.attention_overhead_us"),
+        "device.row_overhead_us",
+    ),
 }
 
 
@@ -498,12 +511,14 @@ def _unread(config: RunConfig) -> set[str]:
     """Keys of parts that a point lacks. Their values stay: a changed setting may bring the part."""
     device, model = config.device, config.model
     experts = model.path or model.experts
+    priced = config.cost.kind is not CostKind.published  # which has timings in the place of rates
     there = {
-        "links": device.tensor_parallel > 1 or (experts and device.data_parallel > 1),
+        "links": priced and (device.tensor_parallel > 1 or (experts and device.data_parallel > 1)),
         "disk": config.cache.disk_tokens,
         "timings": config.cost.kind in (CostKind.auto, CostKind.operators),
         "latent": model.path or model.latent_rank,
         "experts": experts,
+        "rates": priced,
     }
     return {key for part, keys in _OF_A_PART.items() if not there[part] for key in keys}
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from harness.config.checks import check_config
-from harness.config.compose import compose_config, normalise
+from harness.config.compose import normalise
 from harness.config.errors import UserError
 from harness.config.groups import groups
 from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
 from harness.cost.roofline import FRONT_END
 from harness.point.cost import check_cost
-from harness.sweep.plan import run_request
+from harness.sweep.plan import idle_keys, one_configuration, run_request
 from harness.twin.inferred import INFERRED
 from harness.twin.log import EngineLog
 from harness.twin.settings import EngineSettings, with_vllm_defaults
@@ -73,6 +73,7 @@ _WEIGHTS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 _WEIGHTS |= dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "int4")
 UNSAID = "The log does not say whether the engine scheduled ahead of its results"
 _POOL = {"cache.pool_blocks", "cache.pool_tokens"}
+_ONE = "a twin has"
 _SAMPLE = "model=llama3_8b, model=./mine.yaml or model.path=FOLDER"
 
 
@@ -112,18 +113,19 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     chosen |= {"device", "model"} & {key.partition(".")[0] for key in deployed}
     device = () if "device" in chosen else (f"device={_device(settings)}",)
     model = () if chosen & {"model", "model.path"} else _model(settings)
-    first = _composed(("measure=false", *device, *overrides))
+    first = one_configuration(("measure=false", *device, *overrides), _ONE)
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
     own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
     own = [*of_a_file([*device, *model, *own], f"the log of {log.name}")]
     words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
-    config = normalise(_composed(words))
+    config = normalise(one_configuration(words, _ONE))
     scheduler, spreads = _other_scheduler(settings)
     more = (*_front_end(log, config, chosen), *(() if config.device.fitted_from else spreads))
     if more:
         words += more
-        config = normalise(_composed(words))
+    asked = one_configuration(words, _ONE)
+    config = normalise(asked)
     errors = check_config(config)
     if errors:
         raise UserError("\n".join(map(str, errors)))
@@ -136,7 +138,10 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
-    others = (scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
+    users = [axis.settings[0] for axis in run_request(overrides).axes if axis.key not in deployed]
+    idle = idle_keys(users, asked, config)
+    unheard = f"Warning: without effect beside the other settings: {', '.join(sorted(idle))}." if idle else ""
+    others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
     warnings = (_offloaded(settings, chosen, config), *others, _assumed(settings, chosen, config))
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
@@ -213,15 +218,6 @@ def _crowded(log: EngineLog, config: RunConfig) -> str:
     )
 
 
-def _composed(words: Sequence[str]) -> RunConfig:
-    last: dict[str, str] = {word.partition("=")[0]: word for word in words}
-    request = run_request(tuple(last.values()))
-    several = [axis.text for axis in request.axes if len(axis.settings) > 1]
-    if several:
-        raise UserError(f"one setting at a time; '{several[0]}' makes a sweep")
-    return compose_config(axis.settings[0] for axis in request.axes)
-
-
 def _own(settings: EngineSettings) -> list[str]:
     words = list(settings.overrides())
     words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
@@ -260,7 +256,7 @@ def _contradictions(
     presets["device"] = preset_of_device(settings.device or "")
     for group, preset in presets.items():
         if preset is not None:
-            usual = getattr(_composed(("measure=false", f"{group}={preset}")), group).name
+            usual = getattr(one_configuration(("measure=false", f"{group}={preset}"), _ONE), group).name
             said, ours = getattr(settings, group), getattr(config, group).name
             if usual != ours:
                 found.append(f"The log says that {said} ran; {ours} is simulated, as you set it.")

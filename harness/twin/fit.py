@@ -22,7 +22,7 @@ from harness.point.bands import decode_step_s
 from harness.store.atomic import write_files
 from harness.twin.configured import UNSAID, Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
-from harness.twin.prediction import Errors, PredictedRun, errors_of, predictor
+from harness.twin.prediction import Errors, PredictedRun, errors_by_part, errors_of, predictor
 from harness.twin.refits import with_refits
 from harness.twin.residuals import (
     CONSTANTS,
@@ -38,7 +38,6 @@ from harness.twin.residuals import (
 )
 from harness.twin.sharing import cached_before
 from harness.twin.step_fit import StepResiduals, steps_to_fit
-from harness.twin.trust import errors_by_part
 from harness.twin.what_ifs import figures_of, with_draws
 from harness.workload.deployment import deployment_of, settings_text
 from traces.formats.pagetwin import write_jsonl

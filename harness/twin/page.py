@@ -76,8 +76,8 @@ def notes(twin: Twin) -> list[str]:
         )
     found += dict.fromkeys(f"What-if: {one.note}." for one in twin.changes if one.note and one.figures)
     found.append(
-        "Not priced: block size in the kernels, work of the server before the scheduler's queue and after the last "
-        "token, other load on the device."
+        "Not priced: block size in the kernels, work of the server after the last token and, where no front end is "
+        "known, before the scheduler's queue, other load on the device."
     )
     return found
 

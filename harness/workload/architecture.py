@@ -261,8 +261,6 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         found.append(
             f"embeddings of another width (word_embed_proj_dim = {facts.get('word_embed_proj_dim')})"
         )
-    if facts.get("add_cross_attention"):
-        found.append("attention to an encoder (add_cross_attention)")
     if facts.family in _ALIKE and facts.get("sliding_window") and facts.written("layer_types"):
         found.append("a list of layers beside a window that transformers has in all of them (layer_types)")
     windows = _CHUNKED if facts.family == _LLAMA_4 else _SLIDING if facts.family in _WINDOWED else None

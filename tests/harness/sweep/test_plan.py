@@ -14,9 +14,10 @@ import fake_point
 import pytest
 
 from harness.config.checks import value_of
+from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, options
-from harness.config.schema import RunConfig
+from harness.config.schema import CostKind, RunConfig
 from harness.point import PointSession
 from harness.store.commit import SCHEMA
 from harness.sweep import plan as module
@@ -25,6 +26,7 @@ from harness.sweep.plan import (
     SweepPlanError,
     experiment_overrides,
     fingerprint,
+    idle_keys,
     plan_sweep,
     run_request,
     sweep_request,
@@ -340,6 +342,16 @@ def test_bad_points_that_several_processes_find_are_listed_as_one(in_processes: 
         )
     assert len(error.value.bad) == 3
     assert str(error.value).count("request 3 needs 99 blocks") == 1
+
+
+def test_published_timings_stand_in_the_place_of_shares_links_and_times() -> None:
+    words = ("device.kv_efficiency=0.5", "device.link_gbs=9", "device.tensor_parallel=2")
+    settings = [axis.settings[0] for axis in run_request((*words, "device.step_overhead_us=9")).axes]
+    config = compose_config(settings)
+    config.cost.kind = CostKind.published
+    assert idle_keys(settings, config, config) == {"device.kv_efficiency", "device.link_gbs"}
+    config.cost.kind = CostKind.roofline
+    assert idle_keys(settings, config, config) == frozenset()
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ def test_tensor_parallel_and_quantised_weights_are_configured(recorded: EngineLo
         ({"model": None}, ("device=h100",), "does not say which model ran"),
         ({"unmodelled": {"pipeline_parallel_size": "2"}}, ("device=h100",), "pipeline_parallel_size = 2"),
         ({"quantization": "bitsandbytes"}, ("device=h100",), "quantization is bitsandbytes"),
-        ({}, ("device=h100,a100_80gb",), "makes a sweep"),
+        ({}, ("device=h100,a100_80gb",), "write one value for device=h100,a100_80gb"),
         ({}, ("device=h100", "cache.block_size=0"), "cache.block_size"),
     ],
 )
@@ -232,3 +232,11 @@ def test_requests_that_failed_are_said_first(recorded: EngineLog) -> None:
 def test_an_element_type_of_the_kv_other_than_the_logs_is_said(recorded: EngineLog) -> None:
     notes = configured(recorded, ("device=rtx_pro_6000", "model.kv_dtype=fp8_e4m3")).notes
     assert "model.kv_dtype: the log says model; what you set instead is simulated." in notes
+
+
+def test_an_override_without_effect_is_said_before_any_figure(recorded: EngineLog) -> None:
+    heard = configured(recorded, ("device=rtx_pro_6000", "device.bandwidth_efficiency=0.7"))
+    assert not any("without effect" in each for each in heard.warnings)
+    found = configured(recorded, ("device=rtx_pro_6000", "device.link_gbs=9", "model.experts_per_token=2"))
+    said = "without effect beside the other settings: device.link_gbs, model.experts_per_token."
+    assert f"Warning: {said}" in found.warnings

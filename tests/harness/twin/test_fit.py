@@ -26,10 +26,9 @@ from harness.twin.fit import (
     which,
 )
 from harness.twin.log import EngineLog, LoggedRequests
-from harness.twin.prediction import errors_of, others, predictor
+from harness.twin.prediction import errors_by_part, errors_of, others, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
-from harness.twin.trust import errors_by_part
 from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs, with_draws
 from traces.trace import AFTER, CHAINED, Client, ClientKind, Segment, Trace, TraceHeader, TraceRequest
 
