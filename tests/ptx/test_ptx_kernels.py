@@ -152,10 +152,12 @@ def test_a_few_queries_a_row(lengths, queries, options):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("queries", [(1, 1), (5, 2)])
-@pytest.mark.parametrize("widths", [(64, 16), (512, 64)])
-def test_latent_vectors(queries, widths):
+@pytest.mark.parametrize(
+    ("widths", "block_size"), [((64, 16), 16), ((512, 64), 16), ((512, 64), 1), ((512, 64), 48)]
+)
+def test_latent_vectors(queries, widths, block_size):
     with interpreted_launches() as launches:
-        check_latent((200, 70), queries, 16, widths, block_size=16, dtype=BF16)
+        check_latent((200, 70), queries, 16, widths, block_size=block_size, dtype=BF16)
     assert launches.reached("decode_kernel") > 0.85
 
 
