@@ -4,12 +4,7 @@ It does what `engine.core.scheduling.scheduler` does, for requests that are rows
 """
 
 from harness.compiled.arriving import first_waiting, pop, push, put_back, take_first
-from harness.compiled.branches import (
-    catch_up,
-    extend_branches,
-    needed_blocks,
-    release_row,
-)
+from harness.compiled.branches import catch_up, extend_branches, needed_blocks, release_row
 from harness.compiled.drafts import drafts_of, is_padded, note_drafts, within
 from harness.compiled.groups import extend_pages, find_prefix, lacking_to_enter, share_pages
 from harness.compiled.numba_edge import called, inlined

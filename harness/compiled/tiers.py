@@ -6,7 +6,7 @@ is in: so the units of one table never make room for each other.
 
 from engine.core.memory.tiers import Tiers
 from harness.compiled.lists import append_node, cut_run, drop_run, names_of, new_run, remove_node, run_of
-from harness.compiled.numba_edge import called
+from harness.compiled.numba_edge import called, inlined
 from harness.compiled.state import Tiering
 from harness.replay.arrivals import NEVER
 
@@ -60,7 +60,7 @@ def renew(tiers: Tiering, tier: int, request: int, units: int, enters: bool) -> 
         renew_name(tiers, tier, tiers.names[place + unit * chunk], enters)
 
 
-@called
+@inlined
 def renew_name(tiers: Tiering, tier: int, name: int, enters: bool) -> None:
     """The same for the unit `name`."""
     order, node = tiers.order, 2 * name + tier
@@ -143,7 +143,7 @@ def trim(tiers: Tiering, tier: int, room: int) -> None:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-@called
+@inlined
 def tier_of(tiers: Tiering, request: int, unit: int) -> int:
     """The first tier that has number `unit` of `request`; NEVER: none has it."""
     last = (unit + 1) * tiers.chunk - 1
@@ -193,8 +193,9 @@ def read(tiers: Tiering, request: int, found: int, asked: int) -> int:
     """A request enters with `found` blocks of the pool, and reads what tiers have of the first `asked`. Returns how
     many blocks it reads.
     """
-    loaded = loadable(tiers, request, found, asked, False)
-    loadable(tiers, request, found, found + loaded, True)
+    if tiers.cheaper:
+        asked = found + loadable(tiers, request, found, asked, False)
+    loaded = loadable(tiers, request, found, asked, True)
     for tier in range(2):
         renew(tiers, tier, request, (found + loaded) // tiers.chunk, False)
     return int(loaded)
