@@ -1,6 +1,7 @@
 """Rules of eviction: each beside its definition by brute force, beside textbooks, and through the policy core."""
 
 import random
+import tracemalloc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -75,6 +76,46 @@ def test_what_is_dear_to_compute_again_outlives_what_is_cheap() -> None:
     queue.reuse([5], [5])
     push(queue, request(1), 5)  # used once: twice its seconds, so as dear as the last two of the other table
     assert queue.pop(5) == [4, 3, 5, 2, 1]
+
+
+def test_s3_fifo_remembers_a_hash_from_its_last_eviction_on() -> None:
+    queue, names = new_policy(Eviction.s3fifo), dict[int, str]()
+    queue.facts.num_blocks, queue.facts.hash_of = 4, names.__getitem__  # three hashes are remembered
+
+    def enter_and_leave(*hashes: str) -> list[int]:
+        first = len(names) + 1
+        for block, name in enumerate(hashes, first):
+            names[block] = name
+            push(queue, request(block), block)
+        return queue.pop(len(hashes))
+
+    enter_and_leave("z")
+    assert enter_and_leave("a", "b", "a") == [2, 3, 4]
+    for name in "de":
+        enter_and_leave(name)
+    names |= {7: "f", 8: "a", 9: "g"}
+    for block in (7, 8, 9):
+        push(queue, request(block), block)
+    assert queue.pop(2) == [7, 9]  # the last one of b, a, d and e that is forgotten is b
+
+
+@pytest.mark.parametrize("rule", [Eviction.lru, Eviction.lfu, Eviction.gdsf, Eviction.ttl])
+def test_what_is_released_and_used_again_without_end_takes_no_more_memory(rule: Eviction) -> None:
+    queue = new_policy(rule)
+
+    def use(times: int) -> int:
+        for turn in range(times):
+            push(queue, request(0), 1, 2, 3)
+            again = [1, 2, 3] if turn % 2 else [3, 1, 2]
+            queue.reuse(again, again)
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = use(1000)
+        assert use(3000) - before < 100_000
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("rule", list(Eviction))
