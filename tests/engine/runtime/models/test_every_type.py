@@ -20,7 +20,8 @@ UNTESTED = "not built: "
 
 def documented():
     """What the document says of each type."""
-    rows = re.findall(r"^\| (\S+) \| (.*) \|$", DOCUMENT.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    types = DOCUMENT.read_text(encoding="utf-8").partition("Refused RoPE types")[0]
+    rows = re.findall(r"^\| (\S+) \| (.*) \|$", types, flags=re.MULTILINE)
     return dict(rows)
 
 
@@ -52,8 +53,14 @@ def test_no_type_fails_with_an_error_that_names_no_reason():
 
 
 @pytest.mark.nightly
-def test_every_type_is_what_the_document_says():
-    found = {name: said(name) for name in names()}
+@pytest.mark.parametrize("name", sorted(documented().keys() - set(QUICK)))
+def test_every_other_type_is_what_the_document_says(name):
+    assert said(name) == documented()[name]
+
+
+@pytest.mark.nightly
+def test_the_document_is_what_this_file_writes():
+    found = {name: said(name) for name in names()} if WRITES else documented()
     if WRITES:
         DOCUMENT.write_text(document(found), encoding="utf-8")
     assert DOCUMENT.read_text(encoding="utf-8") == document(found)
