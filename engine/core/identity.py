@@ -394,10 +394,10 @@ class TokenIdentity:
 
     def extend(self, branch: int, token_ids: Sequence[int]) -> None:
         """Append tokens that `branch` generated; none of them where one is refused."""
-        for token in token_ids:  # mostly one, of each step
+        for token in (given := [*token_ids]):  # an iterator could be read only once
             if token >> 31:
-                raise _out_of_range(self._request_id, min(token_ids), max(token_ids))
-        self._outputs[branch] += token_ids
+                raise _out_of_range(self._request_id, min(given), max(given))
+        self._outputs[branch] += given
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""
