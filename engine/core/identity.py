@@ -12,7 +12,7 @@ import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -392,7 +392,7 @@ class TokenIdentity:
                 found.setdefault(block, []).append((item.content, item.first - block * block_size))
         return found
 
-    def extend(self, branch: int, token_ids: Sequence[int]) -> None:
+    def extend(self, branch: int, token_ids: Iterable[int]) -> None:
         """Append tokens that `branch` generated; none of them where one is refused."""
         for token in (given := [*token_ids]):  # an iterator could be read only once
             if token >> 31:

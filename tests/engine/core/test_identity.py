@@ -83,6 +83,13 @@ def test_branches_that_diverge_have_different_names() -> None:
     assert one[1] != other[1]
 
 
+def test_tokens_that_can_be_read_only_once_are_all_kept() -> None:
+    one, other = (TokenIdentity(0, range(4), share_outputs=True) for _ in range(2))
+    one.extend(0, iter(range(4)))
+    other.extend(0, range(4))
+    assert one.generated_hashes(0, 4) == other.generated_hashes(0, 4)
+
+
 def test_outputs_are_private_unless_shared() -> None:
     identity = TokenIdentity(0, np.arange(8))
     identity.extend(0, [1, 2, 3, 4])
