@@ -40,11 +40,7 @@ SMALL = Shape(
     },  # more than a tick of 10 ms
 )
 VLLM = """\
-import os, sys, time
-from types import ModuleType
-sys.modules["torch"] = ModuleType("torch")
-sys.modules["torch"].cpu = ModuleType("cpu")
-sys.modules["torch"].cpu._is_amx_tile_supported = lambda: False
+import os, time
 class SamplingParams:
     def __init__(self, **values): self.values = values
 class LLM:
@@ -59,6 +55,7 @@ class LLM:
 class Output:
     def __init__(self, ids): self.outputs, self.token_ids = [self], ids
 """
+TORCH = "class cpu: _is_amx_tile_supported = staticmethod(lambda: False)"  # the real one takes seconds to import
 
 
 @pytest.fixture
@@ -67,6 +64,7 @@ def peer(tmp_path, monkeypatch):
     log = tmp_path / "log"
     (tmp_path / "lib").mkdir()
     (tmp_path / "lib" / "vllm.py").write_text(f"LOG = {str(log)!r}\n{VLLM}")
+    (tmp_path / "lib" / "torch.py").write_text(TORCH)
     python = tmp_path / "python"
     python.write_text(
         f'#!/bin/sh\nexport PYTHONPATH={tmp_path / "lib"}\nexec {sys.executable} "$@"\n', encoding="utf-8"

@@ -147,7 +147,8 @@ def serve_staggered(prompts, backend):
     scheduler = Scheduler(PagedManager(120, 4), SchedulerLimits(256, 32, max_model_len=64))
     runner = Runner(model(), num_blocks=120, block_size=4, audit="full", backend=backend)
     for number, prompt in enumerate(prompts):
-        request = Request(number, len(prompt), 3, 1, Decoding.greedy, identity=identity(number, prompt))
+        tokens = 2 if number else 1
+        request = Request(number, len(prompt), tokens, 1, Decoding.greedy, identity=identity(number, prompt))
         scheduler.submit(request)
         runner.add(request, np.array(prompt))
         while scheduler.has_work and (number == 0 or number == len(prompts) - 1):
