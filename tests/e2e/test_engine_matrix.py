@@ -55,7 +55,9 @@ class LLM:
 class Output:
     def __init__(self, ids): self.outputs, self.token_ids = [self], ids
 """
-TORCH = "class cpu: _is_amx_tile_supported = staticmethod(lambda: False)"  # the real one takes seconds to import
+TORCH = (
+    "class cpu: _is_amx_tile_supported = staticmethod(lambda: False)"  # the real one takes seconds to import
+)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ from contextlib import suppress
 
 import pytest
 from families import build, prompts, unowned_are_void
+from served_groups import MIXED, NEW, SHORT, expected, loaded, make_llm, serve
 from tiers import NIGHT, NIGHT_SEED, cases, nights_share, tier
 
 from engine.core.errors import CoreError
@@ -16,17 +17,8 @@ from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.prefix_cache import GroupHits
-from engine.core.options import GroupKind, SchedulerLimits
+from engine.core.options import GroupKind
 
-FULL, SLIDING = "full_attention", "sliding_attention"
-MIXED = {  # family: its layers
-    "gemma2": (SLIDING, FULL, SLIDING, FULL),
-    "gemma3_text": (SLIDING, SLIDING, SLIDING, SLIDING, SLIDING, FULL),
-    "gemma4_text": (SLIDING, SLIDING, FULL) * 2,
-    "ministral": (SLIDING, SLIDING, SLIDING, FULL),
-    "gpt_oss": (SLIDING, FULL),
-    "cohere2": (SLIDING, SLIDING, SLIDING, FULL),
-}
 ALIKE = (
     "llama",
     "mistral",
@@ -41,60 +33,6 @@ RUNS = [
     *(("gemma3_text", "lcm"), ("ministral", "lcm")),
 ]
 PREEMPTED = [*((family, "uniform") for family in FAMILIES), *(("gemma2", pages) for pages in PAGES)]
-SIZES = (5, 32, 61, 90)  # tokens of the prompts; the last one begins as the one before it
-SHORT = (6, 7, 8, 9, 10)
-NEW = 20
-
-
-@functools.cache
-def loaded(family):
-    from engine.runtime.models.load import wrap_model
-
-    return wrap_model(build(family, MIXED.get(family, ())), name=family)
-
-
-@functools.cache
-def expected(family, sizes=SIZES):
-    """transformers' answers."""
-    import torch
-
-    from engine.runtime.models.load import original_model
-
-    with original_model(loaded(family)) as model:
-        said = [
-            model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=NEW,
-                do_sample=False,
-            )[0, len(prompt) :].tolist()
-            for prompt in prompts(sizes)
-        ]
-    assert len({token for text in said for token in text}) >= 12, "a model that repeats itself proves nothing"
-    return said
-
-
-def make_llm(family, *, budget=16, pool_tokens=408, groups="uniform", **options):
-    from engine.runtime.llm import LLM
-
-    limits = SchedulerLimits(budget, 15, max_model_len=128, **options.pop("scheduling", {}))
-    return LLM(
-        loaded(family),
-        limits=limits,
-        **{"block_size": 4, "audit": "full", "pool_tokens": pool_tokens, "groups": groups} | options,
-    )
-
-
-def serve(llm, turns=1, sizes=SIZES):
-    """Answers to the prompts, each time they are asked."""
-    from engine.runtime.params import SamplingParams
-
-    params = SamplingParams(max_tokens=NEW, temperature=0)
-    said = [
-        [done.outputs[0].token_ids for done in llm.generate(prompts(sizes), params)] for _ in range(turns)
-    ]
-    llm.scheduler.manager.check()
-    return said
 
 
 class Reuse:
@@ -160,13 +98,14 @@ def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(
 @pytest.mark.usefixtures("compiled_kernels")
 def test_c_reads_the_pages_of_groups_and_is_refused_at_load_where_a_page_holds_several_layers(monkeypatch):
     import families
+    import served_groups
 
     from engine.runtime.models.load import wrap_model
     from paged_kernels.arguments import BackendUnavailableError
 
     monkeypatch.setitem(families.COMMON, "head_dim", 16)  # what C reads; the other models have 8
     wide = wrap_model(build("ministral", MIXED.get("ministral", ())), name="ministral")
-    monkeypatch.setitem(globals(), "loaded", lambda family: wide)
+    monkeypatch.setattr(served_groups, "loaded", lambda family: wide)
     with pytest.raises(BackendUnavailableError, match="contiguous caches"):
         make_llm("ministral", groups="lcm", backend="native")
     assert make_llm("ministral", groups="lcm").engine.runner.backend == "torch"

@@ -3,79 +3,31 @@
 The models are random ones of unmodified transformers classes. Every step is audited, in each group.
 """
 
-import functools
-
 import numpy as np
 import pytest
+import served_groups
 import torch
-from families import STATEFUL, build, prompts, unowned_are_void
+from families import STATEFUL, build, unowned_are_void
+from served_groups import SHORT, expected, loaded, serve
 from tiers import cases
 
 from engine.core.errors import CoreError
 from engine.core.memory.group_layout import KVGroup, LayerSet, separate_layout
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.prefix_cache import GroupHits
-from engine.core.options import GroupKind, SchedulerLimits
+from engine.core.options import GroupKind
 from engine.runtime.attention import state
 from engine.runtime.attention.metadata import PrefillRow, StepLayout
 from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
 from engine.runtime.group_pool import StatePart, StateView, new_ends
 
 PAGES = ("uniform", "separate", "lcm")
-SIZES = (5, 32, 61, 90)  # tokens of the prompts; the last one begins as the one before it
-SHORT = (6, 7, 8, 9, 10)
-NEW = 20
 
 
-@functools.cache
-def loaded(family="qwen3_next"):
-    from engine.runtime.models.load import wrap_model
-
-    return wrap_model(build(family), name=family)
-
-
-@functools.cache
-def expected(family="qwen3_next", sizes=SIZES):
-    """transformers' answers."""
-    import torch
-
-    from engine.runtime.models.load import original_model
-
-    with original_model(loaded(family)) as model:
-        said = [
-            model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
-                max_new_tokens=NEW,
-                do_sample=False,
-            )[0, len(prompt) :].tolist()
-            for prompt in prompts(sizes)
-        ]
-    assert len({token for text in said for token in text}) >= 12, "a model that repeats itself proves nothing"
-    return said
-
-
-def make_llm(family="qwen3_next", *, budget=16, pool_tokens=900, groups="separate", **options):
-    from engine.runtime.llm import LLM
-
-    limits = SchedulerLimits(budget, 8, max_model_len=128, **options.pop("scheduling", {}))
-    return LLM(
-        loaded(family),
-        limits=limits,
-        **{"block_size": 4, "audit": "full", "pool_tokens": pool_tokens, "groups": groups} | options,
+def make_llm(family="qwen3_next", **options):
+    return served_groups.make_llm(
+        family, **{"running": 8, "pool_tokens": 900, "groups": "separate"} | options
     )
-
-
-def serve(llm, turns=1, sizes=SIZES):
-    """Answers to the prompts, each time they are asked."""
-    from engine.runtime.params import SamplingParams
-
-    params = SamplingParams(max_tokens=NEW, temperature=0)
-    said = [
-        [done.outputs[0].token_ids for done in llm.generate(prompts(sizes), params)] for _ in range(turns)
-    ]
-    llm.scheduler.manager.check()
-    return said
 
 
 RUNS = [
@@ -99,7 +51,7 @@ def test_chunked_prompts_and_hits_on_kept_states_give_the_tokens_of_generate(fam
 @cases("groups", PAGES, day=("separate",))
 def test_preemption_changes_no_token(groups):
     llm = make_llm(groups=groups, pool_tokens=256)
-    assert serve(llm, sizes=SHORT) == [expected(sizes=SHORT)]
+    assert serve(llm, sizes=SHORT) == [expected("qwen3_next", SHORT)]
     assert llm.engine.counters.preemptions > 0
 
 
@@ -109,7 +61,7 @@ def test_preemption_changes_no_token(groups):
     day=2,
 )
 def test_options_change_no_token(options):
-    assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected()] * 2
+    assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected("qwen3_next")] * 2
 
 
 def test_states_are_kept_as_often_as_asked():
@@ -131,7 +83,7 @@ def test_a_model_with_states_drafts_for_no_other():
     from engine.runtime.models.load import wrap_model
 
     with pytest.raises(ModelError, match="keep a recurrent state"):
-        LLM(wrap_model(build("llama"), name="llama"), draft=loaded(), pool_tokens=64)
+        LLM(wrap_model(build("llama"), name="llama"), draft=loaded("qwen3_next"), pool_tokens=64)
 
 
 def test_a_layout_with_states_of_another_size_is_refused():
@@ -142,7 +94,13 @@ def test_a_layout_with_states_of_another_size_is_refused():
         "group 1 has 2 state layers of 64 bytes a sequence, the model has 0 .* 2 with a state of 2048 bytes"
     )
     with pytest.raises(ModelError, match=said):
-        Runner(loaded(), num_blocks=1, block_size=4, groups=separate_layout(sets, 4), page_counts=[9, 9])
+        Runner(
+            loaded("qwen3_next"),
+            num_blocks=1,
+            block_size=4,
+            groups=separate_layout(sets, 4),
+            page_counts=[9, 9],
+        )
 
 
 # -- the tensors -------------------------------------------------------------------------------------------

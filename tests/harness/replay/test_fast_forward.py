@@ -40,6 +40,7 @@ LONGEST = 100
 
 MANAGERS: dict[str, Callable[[], KVCacheManager]] = {
     "paged": lambda: PagedManager(40, 8),
+    "paged, single slots": lambda: PagedManager(320, 1),
     "paged, no retention": lambda: PagedManager(40, 8, retention=Retention.none),
     "paged, deduplicated": lambda: PagedManager(40, 8, deduplicate=True),
     "paged, copy at fork": lambda: PagedManager(60, 8, copy_at_fork=True),

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim_cases import LinearCost, contiguous, fingerprint, play, replay, request
+from sim_cases import LinearCost, fingerprint, play, replay, request
 from tiers import tier
 
 from engine.core.memory.paged import PagedManager
@@ -98,21 +98,6 @@ REQUESTS = st.lists(
     min_size=1,
     max_size=10,
 )
-
-
-@given(REQUESTS, st.sampled_from([1, 4, 16]), st.integers(40, 120), st.booleans())
-def test_fast_forward_changes_no_record(rows: list, size: int, blocks: int, paged: bool) -> None:
-    at, requests = 0, []
-    for rid, (gap, prompt, output, width, mode, shared) in enumerate(rows):
-        at += gap
-        width = 1 if mode is Decoding.greedy else width
-        requests.append(request(rid, at / 1000, prompt, output, width, mode, min(shared, prompt - 1)))
-    cost = LinearCost(1e-3, 1e-5, 1e-6, 1e-7)
-    logs = []
-    for fast_forward in (True, False):
-        manager = PagedManager(blocks * 16 // size, size) if paged else contiguous(640, 100)
-        logs.append(replay(requests, cost=cost, manager=manager, fast_forward=fast_forward)[0])
-    assert fingerprint(logs[0]) == fingerprint(logs[1])
 
 
 def test_the_same_replay_gives_the_same_record() -> None:
