@@ -250,7 +250,7 @@ class CacheConfig:
     tier_tokens: int = 0  # KV slots of host memory below the pool, a second tier of the prefix cache
     disk_tokens: int = 0  # of a disk below that; predicted alone
     tier_store: TierStore = TierStore.written  # when they are filled
-    tier_chunk: int | None = None  # tokens stored, found, read as a whole (a tier holds whole ones); null: a block
+    tier_chunk: int | None = None  # tokens of a unit of the tiers, which hold whole ones; null: a block
     tier_eviction: Eviction = Eviction.lru  # their rule, as of cache.eviction
     tier_load: TierLoad = TierLoad.always  # or where reading takes less time than computing
     tier_overlap: bool = False  # read while the step computes, not before it
