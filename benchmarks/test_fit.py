@@ -1,8 +1,8 @@
 """What a fit to a log of 6,000 requests and a first answer cost, in CPU-seconds.
 
-`pytest benchmarks/test_fit.py -s` prints them. The log is written by the simulator, with other constants than those of
-the preset: an open loop near the limit of running requests, behind a server's front end. Compiled code is loaded before
-anything is timed.
+`pytest benchmarks/test_fit.py -s` prints them. The logs are written by the simulator, with other constants than those
+of the preset, behind a server's front end: an open loop, a capped client and a closed loop. Compiled code is loaded
+before anything is timed.
 """
 
 import csv
@@ -20,6 +20,7 @@ from harness.twin.configured import configured
 from harness.twin.log import FloatArray
 from harness.twin.prediction import predictor
 from harness.twin.reading import read_engine_log
+from traces.trace import OPEN, Client, ClientKind
 
 REQUESTS, RATE, MOST_CPU_S = 6000, 11.0, 60.0
 WORDS = ("device=h100", "model=llama31_8b")
@@ -35,10 +36,9 @@ def write(folder: Path, *columns: FloatArray) -> None:
             table.writerow((sent, int(prompt), int(output), first, last))
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_log(folder: Path, client: Client) -> None:
     """A log as a server would have left it, whose constants are known."""
-    folder, draw = tmp_path_factory.mktemp("logs") / "planted", np.random.default_rng(5)
+    draw = np.random.default_rng(5)
     folder.mkdir()
     settings = {"max_num_seqs": 256, "max_num_batched_tokens": 8192, "model": "meta-llama/Llama-3.1-8B"}
     (folder / "engine.json").write_text(json.dumps(settings))
@@ -50,20 +50,31 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     read = read_engine_log(folder)
     found = configured(read, WORDS).config
     true = replace(found.device, bandwidth_efficiency=0.74, compute_efficiency=0.5)
-    run = predictor(found, read.workload)(replace(true, step_overhead_us=900.0, frontend_request_us=6500.0))
+    true = replace(true, step_overhead_us=900.0, frontend_request_us=6500.0)
+    rows = read.workload.requests
+    if client.kind is ClientKind.closed:
+        rows = tuple(replace(row, arrival_us=0) for row in rows)
+    run = predictor(found, read.workload.changed(rows, "planted", client=client))(true)
     spread = 1 + 0.005 * draw.standard_normal(REQUESTS)
-    last = run.first_token_s + (run.last_token_s - run.first_token_s) * spread
-    write(folder, sent, prompts, outputs, run.first_token_s, last)
-    return folder
+    first = run.arrival_s + (run.first_token_s - run.arrival_s) * spread
+    write(folder, run.arrival_s, prompts, outputs, first, run.last_token_s)
 
 
-def test_a_fit_and_a_first_answer(log: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "client",
+    [OPEN, Client(ClientKind.capped, 24, 1000), Client(ClientKind.closed, 128, 1000)],
+    ids=lambda client: str(client.kind),
+)
+def test_a_fit_and_a_first_answer(client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Both together take at most a minute."""
-    out = ("--out", str(tmp_path))
+    log, out = tmp_path / "planted", ("--out", str(tmp_path))
+    write_log(log, client)
     began = time.process_time()
     assert main(["twin", str(log), *WORDS, "--no-what-ifs", *out]) == 0
     fitted = time.process_time()
+    assert f"The client is {client}" in capsys.readouterr().out
     assert main(["twin", str(log), *WORDS, "--what-if", "scheduler.max_running=128", *out]) == 0
     answered = time.process_time()
-    say(f"fit and report {fitted - began:.1f} CPU-s, an answer by the kept fit {answered - fitted:.1f}")
+    with capsys.disabled():
+        say(f"fit and report {fitted - began:.1f} CPU-s, an answer by the kept fit {answered - fitted:.1f}")
     assert answered - began <= MOST_CPU_S

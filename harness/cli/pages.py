@@ -65,14 +65,7 @@ def _add_scoreboard(parser: argparse.ArgumentParser) -> None:
 def _run_scoreboard(arguments: Arguments) -> int:
     """Predict, write the tables, the page and the figure; returns the exit code."""
     from harness.cost.published import VERSION, check_package
-    from harness.scoreboard.board import (
-        attention_rows,
-        counted,
-        run_rows,
-        write_csv,
-        write_fidelity,
-        write_page,
-    )
+    from harness.scoreboard.board import attention_rows, counted, run_rows, write_fidelity, write_page
     from harness.scoreboard.fidelity import fidelity
 
     flags = arguments.flags
@@ -83,32 +76,13 @@ def _run_scoreboard(arguments: Arguments) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     command = _command(flags, arguments.overrides)
     if flags.deployments:
-        say(
-            str(
-                write_fidelity(
-                    folder, fidelity(flags.deployments, arguments.overrides, remark), command=command
-                )
-            )
-        )
+        found = fidelity(flags.deployments, arguments.overrides, remark)
+        say(str(write_fidelity(folder, found, command=command)))
     if flags.only_deployments:
         return 0
-    attention = attention_rows()
     runs, reasons = run_rows(flags.each, remark)
-    missing = list(counted(reasons))
-    tables = {"runs": runs, "attention": attention, "not_simulated": missing}
-    for name, rows in tables.items():
-        if rows:
-            write_csv(folder / f"{name}.csv", rows)
-    page = write_page(
-        folder,
-        command=command,
-        version=VERSION,
-        each=flags.each,
-        runs=runs,
-        reasons=missing,
-        attention=attention,
-    )
-    say(str(page))
+    tables = {"runs": runs, "attention": attention_rows(), "not_simulated": list(counted(reasons))}
+    say(str(write_page(folder, tables, command=command, version=VERSION, each=flags.each)))
     return 0
 
 

@@ -1,12 +1,15 @@
 """Arrivals and ends of requests. It does what `harness.replay.arrivals` does, for given times, for
-waiting users, and for turns of conversations.
+waiting users, and for turns of conversations; for a client's cap, and for a server's front end.
 """
 
 import numpy as np
 
 from harness.compiled.numba_edge import called, inlined
 from harness.compiled.state import ENTRY, Heap, ReplayState
-from harness.replay.arrivals import NEVER
+from harness.replay.arrivals import LATEST_NS, NEVER
+
+FOREVER = int(np.iinfo(np.int64).max)
+_LATEST_NS = float(LATEST_NS)
 
 
 @called
@@ -51,7 +54,7 @@ def is_before(key: int, tie: int, other_key: int, other_tie: int) -> bool:
 
 @called
 def send(state: ReplayState, request: int, at_ns: int) -> None:
-    """`request` arrives at `at_ns`; of equal times those that were sent first go first."""
+    """`request` is due at `at_ns`; of equal times those that were told first go first."""
     at = state.at
     push(state.arriving, at[ENTRY.due], at_ns, at[ENTRY.next], request)
     at[ENTRY.due] += 1
@@ -62,12 +65,8 @@ def send(state: ReplayState, request: int, at_ns: int) -> None:
 def take_arrivals(state: ReplayState) -> None:
     """Queue the requests that the next step sees; those that can never be served end at once."""
     at, arrival_ns, requests = state.at, state.inputs.arrival_ns, state.requests
-    while at[ENTRY.due] and state.arriving.key[0] <= at[ENTRY.seen]:
-        due_ns = state.arriving.key[0]
-        requests.lane[at[ENTRY.coming]] = pop(state.arriving, at[ENTRY.due])
-        arrival_ns[requests.lane[at[ENTRY.coming]]] = due_ns
-        at[ENTRY.due] -= 1
-        at[ENTRY.coming] += 1
+    if len(state.arriving.key):
+        pass_entrance(state)
     while (
         at[ENTRY.arrived] < at[ENTRY.coming]
         and arrival_ns[requests.lane[at[ENTRY.arrived]]] <= at[ENTRY.seen]
@@ -79,6 +78,66 @@ def take_arrivals(state: ReplayState) -> None:
             put_last(state, request)
         else:
             note_end(state, request, at[ENTRY.now])
+
+
+@called
+def pass_entrance(state: ReplayState) -> None:
+    """What is due by the time that the next step sees is sent where it may be, and comes through the front end."""
+    at, entrance, inside, lane = state.at, state.entrance, state.entrance.inside, state.requests.lane
+    while next_sent(state) <= at[ENTRY.seen]:
+        sent_ns = next_sent(state)
+        request = pop(state.arriving, at[ENTRY.due])
+        state.inputs.arrival_ns[request] = sent_ns
+        take_turns(state, sent_ns)
+        entrance.request[at[ENTRY.sent]] = request
+        entrance.done_ns[at[ENTRY.sent]] = at[ENTRY.done] + entrance.turn_ns
+        at[ENTRY.due] -= 1
+        at[ENTRY.sent] += 1
+        at[ENTRY.turning] += 1
+    take_turns(state, at[ENTRY.seen])
+    while at[ENTRY.inside] and inside.key[0] <= at[ENTRY.seen]:
+        lane[at[ENTRY.coming]] = pop(inside, at[ENTRY.inside])
+        at[ENTRY.inside] -= 1
+        at[ENTRY.coming] += 1
+
+
+@called
+def next_sent(state: ReplayState) -> int:
+    """When the client sends the next request, as far as is known now; else FOREVER."""
+    at, entrance = state.at, state.entrance
+    makes_room = at[ENTRY.sent] - entrance.most
+    if not at[ENTRY.due] or makes_room >= at[ENTRY.ended]:
+        return FOREVER
+    due_ns = state.arriving.key[0]
+    return int(due_ns if makes_room < 0 else max(due_ns, entrance.free_ns[makes_room]))
+
+
+@called
+def take_turns(state: ReplayState, until_ns: int) -> None:
+    """Let the thread of the front end work; of what it shares, less than a nanosecond for each is left over."""
+    at, entrance = state.at, state.entrance
+    while at[ENTRY.turning] and turns_end(state) <= until_ns:
+        number = at[ENTRY.sent] - at[ENTRY.turning]
+        at[ENTRY.worked], at[ENTRY.done] = turns_end(state), entrance.done_ns[number]
+        request = entrance.request[number]
+        takes_ns = np.rint(entrance.varied_ns[number] + entrance.token_ns[request])
+        leaves_ns = at[ENTRY.worked] + int(min(takes_ns, _LATEST_NS))
+        push(entrance.inside, at[ENTRY.inside], leaves_ns, number, request)
+        at[ENTRY.inside] += 1
+        at[ENTRY.turning] -= 1
+    works_ns = max(0, until_ns - at[ENTRY.worked])
+    if at[ENTRY.turning]:
+        at[ENTRY.done] += works_ns // at[ENTRY.turning]
+        works_ns -= works_ns % at[ENTRY.turning]
+    at[ENTRY.worked] += works_ns
+
+
+@called
+def turns_end(state: ReplayState) -> int:
+    """When the first request has had its turns, if no other comes."""
+    at = state.at
+    left_ns = state.entrance.done_ns[at[ENTRY.sent] - at[ENTRY.turning]] - at[ENTRY.done]
+    return int(at[ENTRY.worked] + left_ns * at[ENTRY.turning])
 
 
 @called
@@ -124,6 +183,8 @@ def take_first(state: ReplayState) -> int:
 def note_end(state: ReplayState, request: int, at_ns: int) -> None:
     """`request` has finished, or was rejected."""
     at, inputs, waits_for = state.at, state.inputs, state.inputs.waits_for
+    if len(state.entrance.free_ns):
+        state.entrance.free_ns[at[ENTRY.ended]] = at_ns + state.entrance.pause_ns
     state.requests.ended[at[ENTRY.ended]] = request
     at[ENTRY.ended] += 1
     if len(waits_for):  # the turns that follow, each after its own pause
@@ -139,20 +200,29 @@ def note_end(state: ReplayState, request: int, at_ns: int) -> None:
 @inlined
 def next_arrival(state: ReplayState) -> int:
     """When the next request arrives, as far as is known now; else NEVER."""
-    at = state.at
-    if at[ENTRY.due]:
-        return int(state.arriving.key[0])
+    at, inside = state.at, state.entrance.inside
+    found_ns = next_sent(state)
+    if at[ENTRY.inside]:
+        found_ns = min(found_ns, inside.key[0])
+    if at[ENTRY.turning]:
+        found_ns = min(found_ns, turns_end(state))
+    if found_ns < FOREVER:
+        return int(found_ns)
     if at[ENTRY.arrived] == at[ENTRY.coming]:
         return NEVER
     return int(state.inputs.arrival_ns[state.requests.lane[at[ENTRY.arrived]]])
 
 
 def open_lane(state: ReplayState, users: int) -> None:
-    """Send what waits for no other request: all, the first of each user at 0, or the first turns."""
-    inputs, at = state.inputs, state.at
-    if not len(inputs.pause_ns):
-        state.requests.lane[:] = np.argsort(inputs.arrival_ns, kind="stable")
-        at[ENTRY.coming] = len(state.requests.lane)
+    """Say when what waits for no other request is due: all, the first of each user at 0, or the first turns."""
+    inputs, at, order = state.inputs, state.at, np.argsort(state.inputs.arrival_ns, kind="stable")
+    if not len(state.arriving.key):
+        state.requests.lane[:] = order
+        at[ENTRY.coming] = len(order)
+    elif not len(inputs.pause_ns):
+        state.arriving.key[:], state.arriving.request[:] = inputs.arrival_ns[order], order
+        state.arriving.tie[:] = np.arange(len(order))
+        at[ENTRY.due] = at[ENTRY.next] = len(order)
     elif len(inputs.waits_for):
         for turn in np.flatnonzero(inputs.waits_for == 0):
             send(state, turn, inputs.arrival_ns[turn])

@@ -254,9 +254,8 @@ def kept_blocks(state: ReplayState, row: int, unseen: int) -> int:
     batch, size = state.batch, state.rules.block_size
     if batch.branches[row] == 1:
         full = (batch.computed[row] - unseen) // size
-        return int(
-            max(0, (min(full, first_own(state, row)) if is_beam(state, row) else full) - batch.named[row])
-        )
+        full = min(full, first_own(state, row)) if is_beam(state, row) else full
+        return int(max(0, full - batch.named[row]))
     shared = first_own(state, row)
     kept = shared - batch.named[row]
     if not is_beam(state, row):

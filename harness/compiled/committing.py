@@ -183,6 +183,5 @@ def is_steady(state: ReplayState, row: int) -> bool:
     if state.rules.drafts or not batch.generated[row] or batch.behind[row] or lacking_tokens(state, row) != 1:
         return False
     request = batch.request[row]
-    if state.inputs.width[request] == 1 and not state.inputs.beam[request]:
-        return True
-    return bool(not state.inputs.beam[request] and batch.computed[row] > state.inputs.prompt[request])
+    forked = state.inputs.width[request] == 1 or batch.computed[row] > state.inputs.prompt[request]
+    return bool(forked and not state.inputs.beam[request])

@@ -65,9 +65,8 @@ def write_features(state: ReplayState, num_blocks: int) -> None:
 def add_rows(state: ReplayState) -> None:
     """The features that follow from the rows."""
     batch, size = state.batch, state.rules.block_size
-    decodes = kv = longest = sampled = drawn = searching = chunks = chunk_tokens = chunk_kv = chunk_blocks = (
-        entries
-    ) = 0
+    decodes = kv = longest = sampled = drawn = searching = entries = 0
+    chunks = chunk_tokens = chunk_kv = chunk_blocks = 0
     work = 0.0
     for row in range(state.at[ENTRY.running]):
         query = batch.query[row]

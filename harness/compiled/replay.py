@@ -12,7 +12,7 @@ import numpy as np
 from engine.core.memory.eviction import PoolFacts
 from engine.core.memory.tiers import Tiers
 from engine.core.options import Eviction, Preemption, SchedulerLimits, Scheduling
-from harness.compiled.arriving import next_arrival, open_lane, take_arrivals
+from harness.compiled.arriving import FOREVER, next_arrival, open_lane, take_arrivals
 from harness.compiled.committing import commit, log_step
 from harness.compiled.grouping import Grouping, Waste, no_layers
 from harness.compiled.numba_edge import MachineCode, called
@@ -30,39 +30,34 @@ from harness.compiled.state import (
     ReplayState,
     RequestInputs,
     Rules,
+    new_entrance,
     new_state,
 )
 from harness.compiled.tiers import note_counts, with_reading
 from harness.metrics.log import BoolArray, Column, FloatArray, IntArray, Outcome, RequestRow
-from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, TimeSpanError, to_s
+from harness.replay.arrivals import LATEST_NS, NEVER, NS_PER_S, FrontTimes, TimeSpanError, to_s
 from harness.replay.beams import BeamGenealogy
 from harness.replay.branches import DraftAcceptance, seed_word
-from harness.replay.features import FEATURES, Sight
+from harness.replay.features import Sight
 from harness.replay.folds import CHUNK, Fold
 from harness.replay.memory import TierUse
 from harness.replay.recorder import request_columns, step_columns
+from traces.trace import OPEN, Client
 
-FOREVER = int(np.iinfo(np.int64).max)
 LOG_STEPS = 2 * CHUNK  # steps in memory before they are handed on: few enough for the CPU's caches
 FULL, DONE, PAUSED, TOO_LONG = range(4)  # what `advance` returns
 _NS, _LATEST_NS = float(NS_PER_S), float(LATEST_NS)
 
 
-def gaps(state: ReplayState) -> tuple[FloatArray, FloatArray]:
-    """The logged gaps between tokens in seconds, and how often each occurred."""
-    count = state.at[ENTRY.gaps]
-    return to_s(state.log.gap_ns[:count]), state.log.gap_weight[:count].astype(np.float64)
-
-
-def ended_requests(state: ReplayState, sent: "PlainRequests", first: int, last: int) -> dict[str, Column]:
+def ended_requests(state: ReplayState, first: int, last: int) -> dict[str, Column]:
     """The requests that ended as number `first` to `last - 1`, sorted by arrival, as in `RunLog.requests`."""
     requests, inputs = state.requests, state.inputs
     ended = requests.ended[first : min(last, state.at[ENTRY.ended])]
     ended = ended[np.argsort(requests.place[ended])]
     generated = inputs.output[ended] * inputs.width[ended]
     row = RequestRow(
-        request_id=sent.request_id[ended],
-        arrival_ns=(inputs if sent.delay_ns is None else sent).arrival_ns[ended],
+        request_id=inputs.request_id[ended],
+        arrival_ns=inputs.arrival_ns[ended],
         scheduled_ns=requests.scheduled[ended],
         first_token_ns=requests.first_token[ended],
         finish_ns=requests.finish[ended],
@@ -200,7 +195,8 @@ class PlainRequests:
     """Requests in order of arrival, int64 `[requests]` each; lengths in tokens.
 
     `names` says which leading blocks are shared; without it, none. Without `branches` each request has one. With
-    `waiting` some arrive after others have ended; without it each may be queued `delay_ns` after its arrival.
+    `waiting` some are due after others have ended. `client` may hold back what is due, `front` delays what is
+    sent.
     `priority`, int64 `[requests]`: a lower number goes first. Only requests of one branch have `drafts`.
     """
 
@@ -213,7 +209,8 @@ class PlainRequests:
     waiting: Waiting | None = None
     priority: IntArray | None = None
     drafts: Drafts | None = None
-    delay_ns: IntArray | None = None
+    client: Client = OPEN
+    front: FrontTimes | None = None
 
 
 @dataclass(frozen=True)
@@ -270,7 +267,6 @@ class CompiledReplay:
         log_steps: int = LOG_STEPS,
         advance_with: Callable[[ReplayState, int], int] | None = None,
     ) -> None:
-        self._requests = requests
         self._pool = pool
         ones = np.ones(len(requests.request_id), dtype=np.int64)
         branches = requests.branches or Branches(ones, 0 * ones, 0 * ones, BeamGenealogy({}))
@@ -281,7 +277,7 @@ class CompiledReplay:
         fits = _fits(requests, branches.width, drafts.tokens, limits, pool)
         first_name, names = requests.names or BlockNames.none(len(fits))
         inputs = RequestInputs(
-            arrival_ns=requests.arrival_ns + (0 if requests.delay_ns is None else requests.delay_ns),
+            arrival_ns=requests.arrival_ns.copy(),
             pause_ns=waiting.pause_ns,
             waits_for=waits_for,
             first_follower=first_follower,
@@ -304,12 +300,12 @@ class CompiledReplay:
         self._waste = Waste(pool.grouping) if pool.grouping else None
         self.state = new_state(
             inputs,
+            new_entrance(inputs, requests.client, requests.front),
             rules,
             layers,
             prices,
             drafts.drafting(rules.max_rows),
             pool.num_blocks,
-            len(FEATURES),
             log_steps,
             pool.tiers.tiers if pool.tiers else Tiers((), PoolFacts()),
         )
@@ -345,7 +341,7 @@ class CompiledReplay:
         Returns what was kept of the memory, by its field of the run log; sums alone where `fold` keeps no rows.
         """
         self._hand_over(fold)
-        fold.add_requests(self._ended(self._handed, self.state.at[ENTRY.ended]))
+        fold.add_requests(ended_requests(self.state, self._handed, self.state.at[ENTRY.ended]))
         fold.close(float(to_s(int(self.state.at[ENTRY.last_end]))))
         kept: dict[str, Any] = {}
         if self._waste is not None:
@@ -357,19 +353,16 @@ class CompiledReplay:
 
     def _hand_over(self, fold: Fold) -> None:
         log, at = self.state.log, self.state.at
-        steps = at[ENTRY.steps]
+        steps, gaps = at[ENTRY.steps], at[ENTRY.gaps]
         fold.add_steps(step_columns(log.records[:steps], log.attention_s[:steps].copy(), self._played))
-        fold.add_gaps(*gaps(self.state))
+        fold.add_gaps(to_s(log.gap_ns[:gaps]), log.gap_weight[:gaps].astype(np.float64))
         if self._waste is not None:
             self._waste.add(log.records[:steps], log.waste[:steps], keeps_rows=fold.keeps_rows)
         self._played += int(steps)
         at[ENTRY.steps] = at[ENTRY.gaps] = 0
         while at[ENTRY.ended] - self._handed >= fold.chunk:
-            fold.add_requests(self._ended(self._handed, self._handed + fold.chunk))
+            fold.add_requests(ended_requests(self.state, self._handed, self._handed + fold.chunk))
             self._handed += fold.chunk
-
-    def _ended(self, first: int, last: int) -> dict[str, Column]:
-        return ended_requests(self.state, self._requests, first, last)
 
 
 def _rules(
@@ -420,9 +413,8 @@ def _fits(
     most = shared + width * (-(-(final + 2 * drafts) // pool.block_size) - shared)
     if pool.grouping:
         most = pool.grouping.most_blocks(final, limits.max_batched_tokens)
-    fits: BoolArray = (most <= pool.num_blocks) & (
-        width <= min(limits.max_running, limits.max_batched_tokens)
-    )
+    at_once = min(limits.max_running, limits.max_batched_tokens)
+    fits: BoolArray = (most <= pool.num_blocks) & (width <= at_once)
     if limits.max_model_len is not None:
         fits &= final < limits.max_model_len
     if not limits.chunked_prefill:

@@ -7,7 +7,8 @@ and each replica is replayed on its own from reading to reading.
 from collections.abc import Sequence
 from typing import Any
 
-from harness.compiled.replay import DONE, FOREVER, CompiledReplay
+from harness.compiled.arriving import FOREVER
+from harness.compiled.replay import DONE, CompiledReplay
 from harness.compiled.state import ENTRY
 from harness.replay.folds import Fold
 from harness.replay.replicas import REFRESH_NS, WAITING_WEIGHT

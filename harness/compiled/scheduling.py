@@ -33,9 +33,8 @@ def lacking_tokens(state: ReplayState, row: int) -> int:
         return int(batch.behind[row])
     request = batch.request[row]
     lacking = state.inputs.prompt[request] - batch.computed[row]
-    if (
-        batch.branches[row] == state.inputs.width[request]
-    ):  # else the prompt comes first, also after a preemption
+    # else the prompt comes first, also after a preemption
+    if batch.branches[row] == state.inputs.width[request]:
         lacking += batch.generated[row]
     return int(lacking)
 
@@ -60,10 +59,8 @@ def asked_blocks(state: ReplayState, request: int) -> int:
 @called
 def prefill_cap(state: ReplayState) -> int:
     """The largest chunk of one prompt: a lone request gets the whole budget."""
-    rules, requests = (
-        state.rules,
-        state.at[ENTRY.running] + state.at[ENTRY.ending] + state.at[ENTRY.tail] - state.at[ENTRY.head],
-    )
+    at, rules = state.at, state.rules
+    requests = at[ENTRY.running] + at[ENTRY.ending] + at[ENTRY.tail] - at[ENTRY.head]
     if requests <= 1 or not rules.prefill_cap:
         return rules.budget
     return int(max(rules.prefill_cap, rules.budget // requests) if rules.adaptive else rules.prefill_cap)
@@ -267,9 +264,8 @@ def preempt(state: ReplayState, row: int) -> None:
     for place in range(row, at[ENTRY.running]):
         move(state, place + 1, place)
     if swaps:
-        push(
-            state.swapped, at[ENTRY.swapped], state.inputs.priority[request], requests.place[request], request
-        )
+        priority, place = state.inputs.priority[request], requests.place[request]
+        push(state.swapped, at[ENTRY.swapped], priority, place, request)
         at[ENTRY.swapped] += 1
         move_blocks(state, -blocks_of(requests.lost[request], state.rules.block_size))
     else:
@@ -299,11 +295,8 @@ def may_return(state: ReplayState) -> bool:
     at, rules, size = state.at, state.rules, state.rules.block_size
     request = state.swapped.request[0]
     computed = state.requests.lost[request]
-    needed = (
-        blocks_of(computed, size)
-        + (computed % size == 0)
-        + (rules.watermark_blocks if at[ENTRY.running] + at[ENTRY.ending] else 0)
-    )
+    spare = rules.watermark_blocks if at[ENTRY.running] + at[ENTRY.ending] else 0
+    needed = blocks_of(computed, size) + (computed % size == 0) + spare
     has_room = at[ENTRY.sequences] + state.inputs.width[request] <= rules.max_running
     return bool(has_room and needed <= free_blocks(state))
 

@@ -2,6 +2,7 @@
 
 from collections import namedtuple
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,9 +10,10 @@ import numpy as np
 from engine.core.memory.tiers import Tiers
 from engine.core.options import TierLoad, TierStore
 from harness.metrics.log import STEP_RECORD, FloatArray, IntArray
-from harness.replay.arrivals import NEVER
+from harness.replay.arrivals import NEVER, FrontTimes, varied_ns
+from harness.replay.features import FEATURES
 from traces.analysis.reuse import keyed_levels
-from traces.trace import SegmentColumns
+from traces.trace import Client, SegmentColumns
 
 NameArray = np.ndarray[Any, np.dtype[np.int32]]
 WordArray = np.ndarray[Any, np.dtype[np.uint64]]
@@ -55,6 +57,11 @@ _ENTRIES = (
     "ending",  # requests that have all their tokens, and keep their blocks until the next step is scheduled
     "gone",  # of those, preempted in the step under way
     "entered",  # requests that have entered the batch
+    "sent",  # requests that the client has sent, where they pass `ReplayState.entrance`
+    "turning",  # of those, taking turns in the front end
+    "done",  # ns that its thread has worked for each that was there all the time
+    "worked",  # ns until which that is counted
+    "inside",  # requests in `Entrance.inside`
 )
 ENTRY: Any = namedtuple("ENTRY", _ENTRIES)(*range(len(_ENTRIES)))
 """The place of each scalar in `ReplayState.at`, by its name: `ENTRY.now`."""
@@ -275,6 +282,26 @@ class Heap(NamedTuple):
     request: IntArray
 
 
+class Entrance(NamedTuple):
+    """How requests that are due come to the scheduler: the cap of a client (`Capped`), and a server's `FrontEnd`.
+
+    A client has at most `most` in flight; `free_ns` is when each end makes room for one more, in order. What follows is
+    of the front end, whose times are 0 where there is none: by the order in which requests come to it, `varied_ns`
+    (`harness.replay.arrivals`), the request, and what the thread has done for each at the end of its turns; `token_ns`
+    by request. Each is `[requests]`, or empty where all come at given times. `inside` has had its turns.
+    """
+
+    most: int
+    pause_ns: int
+    turn_ns: int
+    varied_ns: FloatArray
+    token_ns: FloatArray
+    free_ns: IntArray
+    request: IntArray
+    done_ns: IntArray
+    inside: Heap
+
+
 class NamedBlocks(NamedTuple):
     """Blocks with a name, by a number of their own, int64 `[blocks]`; NEVER is none.
 
@@ -422,7 +449,9 @@ class ReplayState(NamedTuple):
     drafting: Drafting
     batch: Batch
     requests: RequestStates
-    arriving: Heap  # what users have sent, by the time at which it arrives
+    # what is due, by its time, where requests pass the entrance
+    arriving: Heap
+    entrance: Entrance
     # in place of `RequestStates.queue` where requests are `ordered`, by their priority and place
     waiting: Heap
     swapped: Heap  # the same of those in host memory; `RequestStates.lost` are their computed tokens
@@ -442,12 +471,12 @@ def members(columns: Iterable[IntArray]) -> Iterable[IntArray]:
 
 def new_state(
     inputs: RequestInputs,
+    entrance: Entrance,
     rules: Rules,
     layers: LayerArrays,
     prices: Prices,
     drafting: Drafting,
     num_blocks: int,
-    features: int,
     log_steps: int,
     below: Tiers,
 ) -> ReplayState:
@@ -476,12 +505,13 @@ def new_state(
         prices,
         at,
         np.zeros(1),
-        np.zeros(features),
+        np.zeros(len(FEATURES)),
         np.zeros(1, dtype=np.uint64),
         drafting,
         Batch(*_columns(len(Batch._fields), 2 * rows if rules.ahead else rows)),
         states,
-        Heap(*_columns(3, len(inputs.pause_ns))),
+        Heap(*_columns(3, len(entrance.request))),
+        entrance,
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
         Heap(*_columns(3, num_requests if rules.swaps else 0)),
         _named_blocks(numbers, inputs.names, tables),
@@ -565,9 +595,7 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
     width, prompt = inputs.width[which], inputs.prompt[which]
     own = -((1 - prompt - inputs.output[which]) // rules.block_size) - prompt // rules.block_size
     widest, longest = int(width.max(initial=0)), int(own.max(initial=0))
-    slots = min(
-        len(which), rules.max_running // int(width.min(initial=rules.max_running)) if len(which) else 0
-    )
+    slots = min(len(which), rules.max_running // int(width.min(initial=max(1, rules.max_running))))
     if rules.groups:  # each running request has a slot of `GroupArrays`
         slots = rules.max_rows
     numbers = int((width * own).max(initial=0))
@@ -583,6 +611,21 @@ def beam_tables(inputs: RequestInputs, rules: Rules) -> BeamTables:
         order=np.zeros(widest, dtype=np.int64),
         children=np.zeros(widest, dtype=np.int64),
         given=np.zeros(widest, dtype=np.int64),
+    )
+
+
+def new_entrance(inputs: RequestInputs, client: Client, front: FrontTimes | None) -> Entrance:
+    """An entrance through which no request has come."""
+    given = not len(inputs.pause_ns) and client.max_in_flight is None and front is None
+    count, times = 0 if given else len(inputs.prompt), front or FrontTimes(0, 0.0)
+    return Entrance(  # type: ignore[call-arg]
+        client.max_in_flight or len(inputs.prompt),
+        1000 * client.pause_us,
+        times.turn_ns,
+        np.fromiter(islice(varied_ns(times.request_ns), count), np.float64, count),
+        times.token_ns * inputs.prompt[:count].astype(np.float64),
+        *_columns(3, count),
+        Heap(*_columns(3, count)),
     )
 
 

@@ -227,9 +227,9 @@ TABLE: tuple[Capability, ...] = (
                {Way.replicas: "requests wait for others, which may run on another replica; use an open loop (trace, "
                 "poisson, gamma, offline)"}),
     Capability("device.frontend_request_us",
-               lambda a: (a.waits or a.device.data_parallel > 1) and (
+               lambda a: a.device.data_parallel > 1 and (
                    a.device.frontend_request_us or a.device.frontend_token_us or a.device.frontend_turn_us),
-               {Way.compiled: "the server's front end delays requests that wait for others, or go to replicas"}),
+               {Way.compiled: "the server's front end delays requests before they go to replicas"}),
     Capability("replay.duration_s", lambda a: a.replay.duration_s, {Way.compiled: "the replay stops early"}),
     Capability("device.data_parallel", lambda a: a.device.data_parallel > 1,
                {Way.measured: "the engine measures one replica", Way.client: _UNKNOWN,

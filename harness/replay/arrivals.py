@@ -5,12 +5,12 @@ What stands between a source and the engine is a source too: `Capped` holds requ
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import islice
 from random import Random
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -256,6 +256,21 @@ class Capped:
 _VARIES = 0.15
 
 
+class FrontTimes(NamedTuple):
+    """What a front end takes: of its one thread for a request, and beside the others for it and each of its tokens."""
+
+    request_ns: int
+    token_ns: float
+    turn_ns: int = 0
+
+
+def varied_ns(request_ns: int) -> Iterator[float]:
+    """What each request takes beside the others without its tokens, in the order in which they leave the thread."""
+    chance = Random(0)
+    while True:
+        yield (1 + _VARIES * chance.uniform(-1, 1)) * request_ns
+
+
 class FrontEnd:
     """The requests of `source`, seen by the scheduler later: a server parses and tokenises each before.
 
@@ -268,12 +283,11 @@ class FrontEnd:
     def __init__(self, source: Arrivals, request_ns: int, token_ns: float, turn_ns: int = 0) -> None:
         self.total = source.total
         self._source = source
-        self._request_ns, self._token_ns, self._turn_ns = request_ns, token_ns, turn_ns
+        self._varied_ns, self._token_ns, self._turn_ns = varied_ns(request_ns), token_ns, turn_ns
         # What the thread has done for each that was there all the time, until `_at_ns`; and who leaves it at how much.
         self._done_ns = self._at_ns = 0
         self._served: deque[tuple[int, TimedRequest]] = deque()
         self._number = 0
-        self._chance = Random(0)
         self._inside: list[tuple[int, int, TimedRequest]] = []  # by the time at which each leaves the server
 
     def next_ns(self) -> int | None:
@@ -286,22 +300,14 @@ class FrontEnd:
 
     def take(self, now_ns: int) -> list[TimedRequest]:
         """The requests that have left by now, in order of that."""
-        self._serve_all(now_ns)
+        for timed in self._source.take(now_ns):
+            self._serve(timed.arrival_ns)
+            self._served.append((self._done_ns + self._turn_ns, timed))
+        self._serve(now_ns)
         through: list[TimedRequest] = []
         while self._inside and self._inside[0][0] <= now_ns:
             through.append(heappop(self._inside)[2])
         return through
-
-    def leaves_ns(self) -> dict[int, int]:
-        """When each request leaves, by its id, of a source that waits for none; the source is used up."""
-        self._serve_all(LATEST_NS)
-        return {timed.request.request_id: at_ns for at_ns, _, timed in self._inside}
-
-    def _serve_all(self, until_ns: int) -> None:
-        for timed in self._source.take(until_ns):
-            self._serve(timed.arrival_ns)
-            self._served.append((self._done_ns + self._turn_ns, timed))
-        self._serve(until_ns)
 
     def _turns_end_ns(self) -> int:
         """When the first request has had its turns, if no other comes."""
@@ -312,8 +318,7 @@ class FrontEnd:
         while self._served and (leaves_ns := self._turns_end_ns()) <= until_ns:
             self._done_ns, timed = self._served.popleft()
             self._at_ns = leaves_ns
-            varied = 1 + _VARIES * self._chance.uniform(-1, 1)
-            delay = round(varied * self._request_ns + self._token_ns * timed.request.prompt_tokens)
+            delay = round(next(self._varied_ns) + self._token_ns * timed.request.prompt_tokens)
             heappush(self._inside, (leaves_ns + delay, self._number, timed))
             self._number += 1
         worked_ns = max(0, until_ns - self._at_ns)

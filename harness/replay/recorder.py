@@ -49,9 +49,8 @@ def step_columns(
     Counts are int64, times float64 s.
     """
     found: dict[str, Column] = {name: record[:, index].copy() for index, name in enumerate(STEP_RECORD)}
-    found |= zip(
-        PHASES, np.full((len(PHASES), len(record)), np.nan) if phases is None else phases, strict=True
-    )
+    phases = np.full((len(PHASES), len(record)), np.nan) if phases is None else phases
+    found |= zip(PHASES, phases, strict=True)
     found["step"] = before + np.arange(len(record))
     found["start_s"], found["seconds"] = to_s(found["start_ns"]), to_s(found["ns"])
     found["attention_s"] = attention_s

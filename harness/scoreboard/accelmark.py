@@ -152,8 +152,8 @@ def _errors(
     config = composed(words)
     first = load.requests if config.cache.prefix_caching else 0  # these fill the prefix cache
     found = latencies(config, _trace(load, prompts, first, suite["max_model_len"]))
-    predicted = figures_of_times(found.ttft_ms[first:], found.tpot_ms[first:])
-    predicted["tokens_per_s"] = 1e3 * load.requests * load.output_tokens / float(found.e2e_ms[first:].max())
+    predicted = figures_of_times(1e3 * found["ttft"][first:], 1e3 * found["tpot"][first:])
+    predicted["tokens_per_s"] = load.requests * load.output_tokens / float(found["e2e"][first:].max())
     return {f"measured {name}": value for name, value in load.measured.items()} | {
         name: round(predicted[name] / value - 1, 4) for name, value in load.measured.items() if value
     }

@@ -34,7 +34,7 @@ def run_rows(each: int, say: Say) -> tuple[list[Row], Counter[str]]:
             except ConfigError as error:
                 rows.append(row | {"not priced": published_runs.reason_of(error)})
                 continue
-            ttft_ms, tpot_ms = float(found.ttft_ms.mean()), float(found.tpot_ms.mean())
+            ttft_ms, tpot_ms = (1e3 * float(found[name].mean()) for name in ("ttft", "tpot"))
             row |= {"ttft_ms": round(ttft_ms, 2), "tpot_ms": round(tpot_ms, 3)}
             row |= {"ttft_error": round(ttft_ms / run.ttft_ms - 1, 4)}
             rows.append(row | {"tpot_error": round(tpot_ms / run.tpot_ms - 1, 4)})
@@ -52,9 +52,8 @@ def attention_rows() -> list[Row]:
                 rows.append(_attention_row("held out", system, f"{axis}; {how}", error))
     for gpu in published_runs.GPUS:
         for axis, error in published_runs.package_errors(gpu).items():
-            rows.append(
-                _attention_row("held out", gpu.system, f"{axis}; the package (cost=published)", error)
-            )
+            how = f"{axis}; the package (cost=published)"
+            rows.append(_attention_row("held out", gpu.system, how, error))
     for test, transfers in (
         ("another GPU", published_runs.SAME_KERNELS),
         ("other kernels", published_runs.OTHER_KERNELS),
@@ -87,16 +86,16 @@ def counted(reasons: Mapping[str, int]) -> Iterable[Row]:
 
 
 def write_page(
-    folder: Path,
-    *,
-    command: str,
-    version: str,
-    each: int,
-    runs: Sequence[Row],
-    reasons: Sequence[Row],
-    attention: Sequence[Row],
+    folder: Path, tables: Mapping[str, Sequence[Row]], *, command: str, version: str, each: int
 ) -> Path:
-    """Write README.md and the figure into `folder`, which exists; returns the page."""
+    """Write README.md, the figure and the tables `runs`, `attention` and `not_simulated` into `folder`, which exists.
+
+    Returns the page.
+    """
+    for name, rows in tables.items():
+        if rows:
+            write_csv(folder / f"{name}.csv", rows)
+    runs, reasons = tables["runs"], tables["not_simulated"]
     text = filled(
         Path(__file__).with_name("board.md.j2"),
         command=command,
@@ -109,7 +108,7 @@ def write_page(
         groups=_groups(runs),
         group_columns=(*_GROUP, "cost", "runs", *_ERRORS),
         reasons=[*reasons, *_refused(runs)],
-        attention=attention,
+        attention=tables["attention"],
     )
     page = folder / "README.md"
     page.write_text(text, encoding="utf-8")
@@ -122,9 +121,8 @@ def write_fidelity(folder: Path, found: Found, *, command: str) -> Path:
     for name in ("stages", "accelmark", "logs", "kv", "noise"):
         if getattr(found, name):
             write_csv(folder / f"fidelity_{name}.csv", getattr(found, name))
-    others = dict.fromkeys(
-        row["simulator"] for row in stage_table.compared(found.stages, stage_table.ROOFLINE)
-    )
+    compared = stage_table.compared(found.stages, stage_table.ROOFLINE)
+    others = dict.fromkeys(row["simulator"] for row in compared)
     errors = dict.fromkeys(name for row in found.logs for name in row if name.startswith(("ttft_", "tpot_")))
     ours = (stage_table.OURS, stage_table.ROOFLINE, stage_table.OTHER)
     shares = [f"{name} {what}" for name in accelmark.FIGURES for what in ("median", "bias")]

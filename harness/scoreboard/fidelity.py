@@ -111,11 +111,8 @@ def _each(folders: Sequence[str]) -> Iterator[Path]:
         folder = Path(name).expanduser()
         inside = sorted(folder.iterdir()) if folder.is_dir() else []
         several = [path for path in inside if path.is_dir()]
-        known = (
-            folder.name in PUBLIC
-            or (folder / "specifications.json").is_file()
-            or (folder / "suites").is_dir()
-        )
+        marks = (folder / "specifications.json", folder / "suites")
+        known = folder.name in PUBLIC or any(mark.exists() for mark in marks)
         yield from several if several and not known else [folder]
 
 
@@ -155,11 +152,11 @@ def _spread(logs: Sequence[EngineLog]) -> Row:
 
 def log_rows(log: EngineLog, overrides: Sequence[str]) -> tuple[list[Row], list[Row]]:
     """The errors of both cost models without a fit, and of the roofline fitted to a first part; and the KV in use."""
-    rows, kv = list[Row](), list[Row]()
+    rows, kv, read = list[Row](), list[Row](), None
     for kind in KINDS:
         row: Row = {"deployment": log.name, "cost": str(kind), "fit": "none"}
         try:
-            read = configured(log, overrides)
+            read = read or configured(log, overrides)
             config = replace(read.config, cost=replace(read.config.cost, kind=kind))
             found = predictor(config, log.workload)(config.device)
         except (ConfigError, UserError) as error:

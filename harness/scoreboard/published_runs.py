@@ -30,6 +30,7 @@ from harness.cost.fitted import held_out_error
 from harness.cost.grid import TimedShape, shape_errors
 from harness.cost.operators import AttentionMachine, Timings, decode_errors, fitted_form, form_us
 from harness.cost.published import SYSTEMS, TableSetup, check_package, compiled
+from harness.metrics import compute
 from harness.metrics.log import FloatArray
 from harness.point.cost import check_cost, cost_model, published_cost
 from harness.replay.cost_model import CostModel
@@ -86,15 +87,6 @@ class PublishedRun:
     def group(self) -> tuple[str, str, str, str]:
         """Model, engine, device and precision."""
         return self.model, self.engine, self.system, self.precision
-
-
-@dataclass(frozen=True)
-class ClientTimes:
-    """TTFT, TPOT and end to end in ms from when the client sent each request, by its place in the trace."""
-
-    ttft_ms: FloatArray
-    tpot_ms: FloatArray
-    e2e_ms: FloatArray
 
 
 def package_folder() -> Path:
@@ -214,7 +206,7 @@ def _order(run: PublishedRun) -> tuple[object, ...]:
     return (*run.group, run.parallel, run.expert_parallel, run.isl, run.osl, run.users, run.name)
 
 
-def simulated(run: PublishedRun, kind: CostKind) -> ClientTimes:
+def simulated(run: PublishedRun, kind: CostKind) -> dict[str, FloatArray]:
     """A closed loop of our own: as many users as the row has, each of whom sends the next request at once.
 
     Ten requests a user as in InferenceMAX, fewer for many users, three at least. Chunked prefill, no prefix cache, and
@@ -246,8 +238,8 @@ def composed(words: Sequence[str]) -> RunConfig:
     return normalise(one_configuration(("measure=false", *words), "a prediction has"))
 
 
-def latencies(config: RunConfig, trace: Trace) -> ClientTimes:
-    """What a configuration predicts of the requests of `trace`.
+def latencies(config: RunConfig, trace: Trace) -> dict[str, FloatArray]:
+    """What a configuration predicts of the requests of `trace`, in their order (`harness.metrics.compute.latencies`).
 
     Raises:
         ConfigError: the cost model cannot price it, or a request can never be served.
@@ -257,15 +249,10 @@ def latencies(config: RunConfig, trace: Trace) -> ClientTimes:
     return _latencies(point, cost_model(point.deployment))
 
 
-def _latencies(point: Point, cost: CostModel) -> ClientTimes:
-    rows = simulate(point, cost).requests
-    order = np.argsort(np.asarray(rows["request_id"]), kind="stable")
-    sent, first, last, outputs = (
-        np.asarray(rows[name], dtype=np.float64)[order]
-        for name in ("arrival_s", "first_token_s", "finish_s", "output_tokens")
-    )
-    tpot_ms = 1e3 * (last - first) / np.maximum(outputs - 1, 1)
-    return ClientTimes(1e3 * (first - sent), tpot_ms, 1e3 * (last - sent))
+def _latencies(point: Point, cost: CostModel) -> dict[str, FloatArray]:
+    rows = compute.as_floats(simulate(point, cost).requests)
+    order = np.argsort(rows["request_id"], kind="stable")
+    return compute.latencies({name: column[order] for name, column in rows.items()})
 
 
 def _check_possible(run: PublishedRun, config: RunConfig) -> None:
@@ -384,10 +371,9 @@ def _trace(run: PublishedRun) -> Trace:
 def _lengths(run: PublishedRun, count: int) -> Iterator[tuple[int, int]]:
     draw = np.random.default_rng(0)
     low = _DRAWN_FROM if run.drawn else 1.0
+    ends = [(max(int(low * nominal), 1), nominal + 1) for nominal in (run.isl, run.osl)]
     for _ in range(count):
-        prompt, output = (
-            int(draw.integers(max(int(low * nominal), 1), nominal + 1)) for nominal in (run.isl, run.osl)
-        )
+        prompt, output = (int(draw.integers(*each)) for each in ends)
         yield prompt, max(output, 2)
 
 

@@ -98,14 +98,10 @@ class StagedRun:
             for sent_s in start_s + np.cumsum(gaps) * stage.duration_s / gaps.sum():
                 prompt = int(order[len(rows) % prompts])
                 question = self.systems + prompt if whole_prompts else None
-                segments = (
-                    Segment(prompt // self.users, self.system_tokens),
-                    Segment(question, self.question_tokens),
-                )
-                tokens = self.system_tokens + self.question_tokens
-                rows.append(
-                    TraceRequest(len(rows), round(sent_s * 1e6), tokens, self.output_tokens, segments)
-                )
+                shared = Segment(prompt // self.users, self.system_tokens)
+                segments = (shared, Segment(question, self.question_tokens))
+                at_us, tokens = round(sent_s * 1e6), self.system_tokens + self.question_tokens
+                rows.append(TraceRequest(len(rows), at_us, tokens, self.output_tokens, segments))
             start_s += stage.duration_s + _BETWEEN_S
         count = len(rows)
         header = TraceHeader(self.name, "simple", "drawn", CHAINED, None, 1, "0" * 64, count, count)
@@ -233,15 +229,15 @@ def stage_rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]
 def _predicted(run: StagedRun, cost: str, whole_prompts: bool) -> dict[tuple[int, str], float]:
     trace = run.trace(whole_prompts=whole_prompts)
     found = latencies(composed((*run.words, cost)), trace)
-    sent_ms = np.array([row.arrival_us for row in trace.requests]) / 1e3
+    sent_ms, e2e_ms = trace.columns.arrival_us / 1e3, 1e3 * found["e2e"]
     stages = np.array([run.stage_of(row.request_id) for row in trace.requests])
     values: dict[tuple[int, str], float] = {}
     for stage in range(len(run.stages)):
         chosen = stages == stage
-        ended = float((sent_ms + found.e2e_ms)[chosen].max())
+        ended = float((sent_ms + e2e_ms)[chosen].max())
         if (sent_ms[stages > stage] < ended).any():
             raise UserError(f"{run.name}: stage {stage} is not answered before the next begins")
-        e2e, ttft = found.e2e_ms[chosen], found.ttft_ms[chosen]
+        e2e, ttft = e2e_ms[chosen], 1e3 * found["ttft"][chosen]
         figures = (e2e.mean(), np.quantile(e2e, 0.9), np.quantile(e2e, 0.99), ttft.mean())
         values |= {(stage, name): float(value) for name, value in zip(FIGURES, figures, strict=True)}
     return values

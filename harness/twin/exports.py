@@ -144,9 +144,8 @@ def read_levels(file: SourceFile) -> rows.RequestLog:
     with document.placed(("scenario_config",)):
         levels = scenario.get("concurrency_levels") or [parsing.whole(scenario, "concurrency", 1)]
         each = scenario.get("requests_per_level") or parsing.whole(scenario, "num_requests", 1)
-        if not all(isinstance(level, int) and level > 0 for level in levels) or each * len(levels) != len(
-            requests
-        ):
+        known = all(isinstance(level, int) and level > 0 for level in levels)
+        if not known or each * len(levels) != len(requests):
             raise RowError(None, f"{len(levels)} levels of {each} requests, but the file has {len(requests)}")
     start = ended = 0.0
     for level, most in enumerate(levels):

@@ -172,10 +172,9 @@ def fit_device(
     start = problem.start()
     # The search has its origin at the start: the first step is as long as that is far from it, or 1.
     found = least_squares(
-        problem.residuals_from,
+        lambda moved: problem.residuals(start + moved),  # type: ignore[misc]
         zero,
-        jac=problem.jacobian_from,
-        args=(start,),
+        jac=lambda moved: problem.jacobian(start + moved),  # type: ignore[misc]
         bounds=(problem.scaled_low - start, problem.scaled_high - start),
         max_nfev=_ROUNDS,
         ftol=1e-4,
@@ -304,9 +303,8 @@ def fit_schedule(
         f"The log does not say whether the engine scheduled ahead of its results; fitted both ways, {why} "
         f"{'on' if chosen else 'off'}. {said}. Set scheduler.async_scheduling=true or false if you know it."
     )
-    return replace(ways[chosen], notes=(*(each for each in found.notes if each not in unsaid), note)), fits[
-        chosen
-    ]
+    notes = (*(each for each in found.notes if each not in unsaid), note)
+    return replace(ways[chosen], notes=notes), fits[chosen]
 
 
 _PROVES_CACHED = 0.7  # of the cost with new prompts
@@ -432,10 +430,8 @@ def write_device(fit: Fit, log: EngineLog, found: Configured, command: str, path
 
 def _trust(fit: Fit, log: EngineLog, config: RunConfig) -> list[str]:
     """How far to trust the deployment, a line each: errors by load and lengths, and the bands of its figures."""
-    found, values = (
-        with_draws(log, config, log.workload, fit.prediction).bands,
-        figures_of(log, fit.prediction),
-    )
+    found = with_draws(log, config, log.workload, fit.prediction).bands
+    values = figures_of(log, fit.prediction)
     said = (f"{name}: {band.changes(values[name])} of what is predicted" for name, band in found.items())
     parts = errors_by_part(fit.prediction, log, fit.others)
     return [*parts, "Nine of ten measured values should lie", *said]

@@ -109,9 +109,8 @@ def others(config: RunConfig, workload: Trace, found: PredictedRun) -> Iterator[
     described = config.device.fitted_from is None and config.cache.prefix_caching
     cached = cached_before(workload, new.deployment.pool.tokens) if described else None
     again = repeat(None) if cached is None else possible(point_of(config, cached))
-    for number, (one, other) in enumerate(
-        zip(possible(new, beyond(new, found.log.steps)), again, strict=False)
-    ):
+    drawn = possible(new, beyond(new, found.log.steps))
+    for number, (one, other) in enumerate(zip(drawn, again, strict=False)):
         yield _prediction(one if other is None or number % _MAY_BE_CACHED else other)
 
 

@@ -142,11 +142,18 @@ def _plain(value: str) -> Any:
     return known[value] if value in known else value.strip("'\"")
 
 
+def _literal(text: str) -> Any:
+    """A value as Python writes it; None where it is none that can be read."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
 def _arguments(text: str) -> dict[str, Any]:
     """The dictionary of vLLM's arguments. Values that are objects, which no literal can be, are taken as text."""
-    try:
-        found = ast.literal_eval(text.strip())
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    found = _literal(text.strip())
+    if found is None:
         pairs = re.findall(r"'(\w+)': ('[^']*'|\"[^\"]*\"|[^,{}\[\]()]+)(?=[,}])", text)
         found = {name: _plain(value) for name, value in pairs}
     if not isinstance(found, dict) or not found:
@@ -337,12 +344,9 @@ def _dictionary(text: str) -> dict[str, Any]:
         depth += (sign == "{") - (sign == "}")
         if not depth:
             break
-    try:
-        found = ast.literal_eval(text[: end + 1])
-    except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
-        raise RowError("meta_info", "no readable dictionary (cut line?)") from error
+    found = _literal(text[: end + 1])
     if not isinstance(found, dict):
-        raise RowError("meta_info", "no readable dictionary")
+        raise RowError("meta_info", "no readable dictionary (cut line?)")
     return json.loads(json.dumps(found, default=str))  # type: ignore[no-any-return]
 
 

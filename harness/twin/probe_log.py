@@ -18,7 +18,7 @@ from harness.twin.settings import VLLM, EngineSettings
 from harness.twin.steps import LoggedSteps, StepLine, StepReader
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
-from traces.formats.parsing import as_whole, require_list, require_object
+from traces.formats.parsing import as_whole, read_object, require_list, require_object
 
 _ENDS = ("stop", "length")  # of requests that ended well
 _NO_OPTIONS = (
@@ -175,14 +175,12 @@ def _split(name: str, steps: np.ndarray[Any, np.dtype[np.float64]]) -> str:
 
 
 def _head(file: SourceFile) -> Mapping[str, Any]:
-    try:
-        head = json.loads(file.first_line)
-    except (ValueError, RecursionError) as error:
-        raise TraceError(file.path, 1, None, f"is no JSON ({error})") from error
-    if head.get("pagetwin_probe") != FORMAT:
-        reason = f"found {head.get('pagetwin_probe')}, and format {FORMAT} is read here"
-        raise TraceError(file.path, 1, "pagetwin_probe", reason)
-    return dict(head)
+    with placed(file, 1):
+        head = read_object(file.first_line)
+        if head.get("pagetwin_probe") != FORMAT:
+            reason = f"found {head.get('pagetwin_probe')}, and format {FORMAT} is read here"
+            raise RowError("pagetwin_probe", reason)
+    return head
 
 
 def _records(file: SourceFile, notes: list[str], *, last: bool) -> Iterator[tuple[int, Mapping[str, Any]]]:

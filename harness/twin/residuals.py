@@ -153,14 +153,6 @@ class FitProblem(ABC):
         """The misfits, and those of the priors."""
         return np.concatenate([self.misfits(scaled), PRIOR_WEIGHT * scaled])
 
-    def residuals_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
-        """`residuals` at a place relative to `start`."""
-        return self.residuals(start + moved)
-
-    def jacobian_from(self, moved: FloatArray, start: FloatArray) -> FloatArray:
-        """`jacobian` at a place relative to `start`."""
-        return self.jacobian(start + moved)
-
     def jacobian(self, scaled: FloatArray) -> FloatArray:
         """Differences over a fifth of a spread: a simulation is a step function of its constants."""
         return np.vstack([self.slopes(scaled), PRIOR_WEIGHT * np.eye(len(scaled))])
@@ -210,9 +202,8 @@ class Residuals(FitProblem):
         last_s = float(self._measured.last_token_s.max())
         # Later requests may have entered before the last of the fitted ones had ended. A client that waits sends more
         # of them where it is served sooner.
-        entered = int((log.requests.entered_s <= last_s).sum()) + (
-            log.workload.header.client.max_in_flight or 0
-        )
+        more = log.workload.header.client.max_in_flight or 0
+        entered = int((log.requests.entered_s <= last_s).sum()) + more
         rows = log.workload.requests[:entered]
         self._simulated = log.requests.take(slice(0, entered))
         part = log.workload.changed(rows, f"the {len(rows)} requests until {last_s:.3f} s")

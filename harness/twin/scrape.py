@@ -70,9 +70,8 @@ def scrape(
             reason = f"--metrics {url}: has none of {', '.join(RUNNING)}: no endpoint of vLLM or SGLang"
             raise UserError(reason)
         first = first or samples
-        prompt, generated, running, waiting = (
-            sum(values(samples, names)) for names in (_PROMPT, _GENERATED, RUNNING, WAITING)
-        )
+        counted = (sum(values(samples, names)) for names in (_PROMPT, _GENERATED, RUNNING, WAITING))
+        prompt, generated, running, waiting = counted
         counters = (now, prompt, generated)
         if rows and (prompt < last[1] or generated < last[2]):
             ends = " The server was started again then, and what came after is left out."

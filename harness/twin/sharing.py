@@ -221,11 +221,11 @@ def _tokens_of_an_id(log: RequestLog, rows: Sequence[LoggedRequest]) -> int:
 
 def _by_names(rows: Sequence[LoggedRequest]) -> Shared:
     """Prompts that begin with so many tokens of a named text, as in traces of the format `simple`."""
-    named = [
-        () if row.prefix is None else (Segment(_key(row.prefix), row.prefix_tokens or 0),) for row in rows
-    ]
-    segments = tuple(_whole(one, row.prompt_tokens) for one, row in zip(named, rows, strict=True))
-    return Shared(segments, (None,) * len(rows), ())
+    segments = []
+    for row in rows:
+        named = () if row.prefix is None else (Segment(_key(row.prefix), row.prefix_tokens or 0),)
+        segments.append(_whole(named, row.prompt_tokens))
+    return Shared(tuple(segments), (None,) * len(rows), ())
 
 
 def _key(name: int | str) -> int:

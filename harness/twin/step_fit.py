@@ -99,9 +99,8 @@ class StepResiduals(FitProblem):
         total = self.seconds(scaled) - steps.seconds
         off = {"device": total - (host - steps.host_s), "host": host - steps.host_s}
         mean = float(steps.seconds.mean())
-        parts = ", ".join(
-            f"{100 * np.abs(one).mean() / mean:.1f} % the {name}'s" for name, one in off.items()
-        )
+        shares = {name: 100 * np.abs(one).mean() / mean for name, one in off.items()}
+        parts = ", ".join(f"{share:.1f} % the {name}'s" for name, share in shares.items())
         return (
             f"Fitted to {len(steps):,} steps of {1e3 * mean:.2f} ms in the mean, "
             f"{100 * steps.host_s.mean() / mean:.0f} % of it the host's (schedule(), update_from_output(), between "

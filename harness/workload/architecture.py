@@ -250,6 +250,8 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         found.append("layers whose heads differ in width or number (per_layer_config)")
     if shared := facts.get("num_kv_shared_layers"):
         found.append(f"layers that read K and V of others (num_kv_shared_layers = {shared})")
+    if facts.get("add_cross_attention"):
+        found.append("attention to an encoder's text (add_cross_attention)")
     if facts.ties_otherwise_outside:
         found.append("embeddings that are tied outside of its part on text and not in it, or the reverse")
     inner = facts.written("attn_config")
@@ -257,10 +259,8 @@ def unknown_parts(facts: CheckpointFacts, *, states: bool) -> list[str]:
         found.append(f"heads of K and V that transformers does not read (kv_n_heads = {inner['kv_n_heads']})")
     if facts.get("kv_lora_rank") and facts.family not in _LATENT:
         found.append(f"latent K and V (kv_lora_rank = {facts.get('kv_lora_rank')})")
-    if facts.get("word_embed_proj_dim") not in (None, facts.get("hidden_size")):
-        found.append(
-            f"embeddings of another width (word_embed_proj_dim = {facts.get('word_embed_proj_dim')})"
-        )
+    if (width := facts.get("word_embed_proj_dim")) not in (None, facts.get("hidden_size")):
+        found.append(f"embeddings of another width (word_embed_proj_dim = {width})")
     if facts.family in _ALIKE and facts.get("sliding_window") and facts.written("layer_types"):
         found.append("a list of layers beside a window that transformers has in all of them (layer_types)")
     windows = _CHUNKED if facts.family == _LLAMA_4 else _SLIDING if facts.family in _WINDOWED else None

@@ -12,6 +12,7 @@ from engine.core.memory.paged import host_memory
 from engine.core.options import Decoding, SchedulerLimits, Sharing
 from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
+from harness.compiled.replay import Waiting
 from harness.config.capabilities import Asked, Way, refusals
 from harness.config.checks import NO_INDIRECTION
 from harness.config.errors import ConfigError
@@ -20,10 +21,11 @@ from harness.config.schema import (
     OracleConfig,
     Oversize,
     ReplayConfig,
+    ReplayMode,
     RunConfig,
     SchedulerConfig,
 )
-from harness.replay.arrivals import LATEST_NS, Arrivals, FrontEnd, Resubmitting, TimedRequest
+from harness.replay.arrivals import LATEST_NS, Arrivals, FrontEnd, FrontTimes, Resubmitting, TimedRequest
 from harness.replay.beams import Genealogy
 from harness.replay.cost_model import CostSource
 from harness.replay.memory import MemoryObserver
@@ -39,7 +41,14 @@ from harness.workload.decoding import (
 )
 from harness.workload.deployment import Deployment, PoolShape, deployment_of
 from harness.workload.scheduler import new_scheduler, observed_scheduler
-from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_asked, traffic_of
+from harness.workload.trace import (
+    Traffic,
+    reshaped_trace,
+    retimed,
+    shared_as_asked,
+    traffic_of,
+    turns_before,
+)
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize, keyed_text, one_request_per_sample
@@ -77,6 +86,19 @@ class Workload:
     def decodings(self) -> set[RequestDecoding]:
         """The different decodings of the requests."""
         return self.trace_decoding.different(self.trace)
+
+    @cached_property
+    def waiting(self) -> Waiting | None:
+        """What its requests wait for; None where they come at their times."""
+        rows, traffic = self.trace.columns, self.traffic
+        if traffic.mode is not ReplayMode.closed and not traffic.turns:
+            return None
+        pauses = np.array(traffic.pauses_ns(rows), dtype=np.int64)
+        if traffic.mode is ReplayMode.closed:
+            return Waiting(pauses, traffic.users)
+        place = {request_id: index for index, request_id in enumerate(rows.request_id.tolist())}
+        after = [{place[parent] for parent in turns_before(row) if parent in place} for row in rows]
+        return Waiting(pauses, after=after)
 
     @property
     def client_stride(self) -> int:
@@ -181,16 +203,20 @@ class Point:
 
         Each passes the server's front end before the scheduler sees it.
         """
-        rows, device = self.trace.requests, self.deployment.device
+        rows = self.trace.requests
         source = self.workload.traffic.arrivals(rows, requests)
         if client is not None:
             total = sum(requests_sent(_request(self, row)) for row in rows)
             source = Resubmitting(source, client, total)
+        return source if self.front_times is None else FrontEnd(source, *self.front_times)
+
+    @property
+    def front_times(self) -> FrontTimes | None:
+        """What the server's front end takes; None where nothing is known of one."""
+        device = self.deployment.device
         times = (device.frontend_request_us, device.frontend_token_us, device.frontend_turn_us)
-        if not any(times):
-            return source
         request, token, turn = times
-        return FrontEnd(source, round(1000 * request), 1000 * token, round(1000 * turn))
+        return FrontTimes(round(1000 * request), 1000 * token, round(1000 * turn)) if any(times) else None
 
     def requests(self, identify: Identify | None = None) -> list[TimedRequest]:
         """The requests in order of arrival; blocks are identified by prefix keys, or as `identify` says."""

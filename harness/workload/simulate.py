@@ -23,17 +23,16 @@ from harness.compiled.replay import (
     Keeping,
     PlainPool,
     PlainRequests,
-    Waiting,
 )
 from harness.compiled.replicas import run_replicas
 from harness.compiled.state import BlockNames
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, Compiled, ReplayMode
+from harness.config.schema import CacheConfig, Compiled
 from harness.console import install_hint, remark
-from harness.cost.roofline import FRONT_END, RooflineCost
+from harness.cost.roofline import RooflineCost
 from harness.metrics.log import IntArray, RunLog
-from harness.replay.arrivals import FrontEnd, TimedRequest
+from harness.replay.arrivals import TimedRequest
 from harness.replay.beams import BeamGenealogy, RecordedGenealogy
 from harness.replay.cost_model import CostModel
 from harness.replay.executors import Executor, RecordedExecutor, SimulatedExecutor
@@ -46,9 +45,8 @@ from harness.replay.replicas import Balancer, merged, run_in_lockstep, run_toget
 from harness.workload.beam_requests import BeamClient
 from harness.workload.point import Point
 from harness.workload.scheduler import eviction_policy, goes_singly, tiers_below
-from harness.workload.trace import Traffic, turns_before
 from traces.analysis.reuse import optimal_hits_of_run
-from traces.trace import OPEN, Requests, TraceRequest
+from traces.trace import Requests
 
 # CPU-seconds of loading compiled code from the disk, and of compiling it once, on the CPU that took `PLAIN_S` and so on
 LOADING_S, COMPILING_S = 1.0, 30.0
@@ -68,9 +66,19 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
         return ()
     reason = obstacle(point, cost)
     if reason is None:
-        waiting = _waiting(point.workload.traffic, rows)
-        requests = plain_requests(rows, _named_blocks(point), _branches(point, cost), waiting)
-        requests = replace(requests, drafts=_drafts(point, cost), delay_ns=_delays_ns(point))
+        requests = PlainRequests(
+            rows.request_id,
+            rows.arrival_us * 1000,
+            rows.prompt_tokens,
+            rows.output_tokens,
+            _named_blocks(point),
+            _branches(point, cost),
+            point.workload.waiting,
+            _column(rows.values("priority")),
+            _drafts(point, cost),
+            point.workload.traffic.client,
+            point.front_times,
+        )
         return [replay_of(point, requests, cost) for _ in range(point.replicas)]
     if mode is Compiled.always:
         raise _refusal(reason)
@@ -84,10 +92,8 @@ def _is_small(point: Point) -> bool:
     sweep of small points comes to it, too.
     """
     left = len(point.trace.requests) * _seconds_in_core(point)
-    if left < LOADING_S:
-        return True
-    if is_cached():
-        return False
+    if left < LOADING_S or is_cached():
+        return left < LOADING_S
     _LEFT_TO_CORE.append(left)
     return sum(_LEFT_TO_CORE) < COMPILING_S
 
@@ -149,10 +155,9 @@ def _obstacle(point: Point) -> str | None:
         return f"numba is not installed, cannot be imported or is switched off ({install_hint('fast')})"
     if point.workload.resubmits:
         return "a client sends the beams as requests (decoding.sharing=prefix_cache)"
-    if point.workload.traffic.client != OPEN:
-        return "the trace's client holds requests back"
-    waits = _places_before(point.trace.requests) if point.replay.mode is ReplayMode.sessions else []
-    if any(max(before, default=-1) >= index for index, before in enumerate(waits)):  # it may never be sent
+    waits = point.workload.waiting
+    after = waits.after if waits and waits.after else ()
+    if any(max(before, default=-1) >= index for index, before in enumerate(after)):  # it may never be sent
         return "turns wait for later ones"
     if point.deployment.cache.tier_tokens and point.deployment.copies_tiers:
         return "the engine copies what its tier has, which is a part of single steps"
@@ -180,41 +185,6 @@ def _branches(point: Point, cost: CostModel) -> Branches | None:
         _column([int(each.mode is mode) for each in decodings]) for mode in (Decoding.beam, Decoding.sample)
     )
     return Branches(_column([each.width for each in decodings]), beam, drawn, genealogy)
-
-
-def _waiting(traffic: Traffic, rows: Sequence[TraceRequest]) -> Waiting | None:
-    """What requests wait for; None where they come at their times."""
-    if traffic.mode not in (ReplayMode.closed, ReplayMode.sessions):
-        return None
-    pauses = _column(traffic.pauses_ns(rows))
-    if traffic.mode is ReplayMode.closed:
-        return Waiting(pauses, traffic.users)
-    return Waiting(pauses, after=_places_before(rows))
-
-
-def _places_before(rows: Sequence[TraceRequest]) -> list[set[int]]:
-    """The places of the requests that each one waits for."""
-    place = {row.request_id: index for index, row in enumerate(rows)}
-    return [{place[parent] for parent in turns_before(row) if parent in place} for row in rows]
-
-
-def plain_requests(
-    rows: Requests,
-    names: BlockNames | None = None,
-    branches: Branches | None = None,
-    waiting: Waiting | None = None,
-) -> PlainRequests:
-    """Ids, arrivals and lengths of `rows` as arrays, with the names of their shared blocks and their branches."""
-    return PlainRequests(
-        rows.request_id,
-        rows.arrival_us * 1000,
-        rows.prompt_tokens,
-        rows.output_tokens,
-        names,
-        branches,
-        waiting,
-        _column(rows.values("priority")),
-    )
 
 
 def _column(values: Sequence[int]) -> IntArray:
@@ -246,19 +216,6 @@ def _drafts(point: Point, cost: CostModel) -> Drafts | None:
     """The drafts of every request; None where they have none."""
     found = next((each.speculation for each in point.workload.decodings if each.speculation), None)
     return Drafts(found.tokens, point.workload.drawn.accepted(cost.source)) if found else None
-
-
-def _delays_ns(point: Point) -> IntArray | None:
-    """What each request of an open loop spends in the server's front end; None where nothing is known of one."""
-    if not any(getattr(point.deployment.device, name) for name in FRONT_END):
-        return None
-    rows = point.trace.columns
-    columns = (rows.request_id, rows.prompt_tokens, rows.output_tokens, rows.arrival_us)
-    each = zip(*(column.tolist() for column in columns), strict=True)
-    source = point.arrivals(TimedRequest(Request(*lengths), 1000 * at_us) for *lengths, at_us in each)
-    assert isinstance(source, FrontEnd)
-    leaves_ns = source.leaves_ns()
-    return _column([leaves_ns[each] for each in rows.request_id.tolist()]) - 1000 * rows.arrival_us
 
 
 def _grouping(point: Point) -> Grouping | None:

@@ -34,7 +34,10 @@ from harness.cost.roofline import DeviceShape, RooflineCost
 from harness.metrics.log import RunLog
 from harness.replay.arrivals import (
     Arrivals,
+    Capped,
     ClosedLoop,
+    FrontEnd,
+    FrontTimes,
     OpenLoop,
     Sessions,
     TimedRequest,
@@ -46,7 +49,7 @@ from harness.replay.executors import SimulatedExecutor
 from harness.replay.features import ATTENTION_FEATURES, FEATURES, Sight
 from harness.replay.folds import KeptLog
 from harness.replay.memory import Wastes
-from traces.trace import SegmentColumns
+from traces.trace import Client, ClientKind, SegmentColumns
 
 SHAPE = ModelShape(
     layers=4, hidden=256, heads=8, kv_heads=2, head_dim=32, intermediate=688, vocab=2048, bytes_per_element=2
@@ -187,6 +190,15 @@ def waiting(draw: st.DrawFn, count: int) -> Waiting | None:
     return Waiting(pause_ns, after=after)
 
 
+@st.composite
+def entering(draw: st.DrawFn, requests: PlainRequests) -> PlainRequests:
+    """The same, which a client may hold back, and a server's front end may have before the scheduler."""
+    cap = st.builds(Client, st.just(ClientKind.capped), st.integers(1, 8), st.sampled_from([0, 1, 300, 8000]))
+    ns = st.sampled_from([0, 1, 40_000, 3_000_000])
+    front = st.builds(FrontTimes, ns, st.sampled_from([0.0, 0.37, 90_000.0]), ns | st.just(10**8 + 1))
+    return replace(requests, client=draw(st.just(Client()) | cap), front=draw(st.none() | front))
+
+
 LIMITS = st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(4, 64),
@@ -241,6 +253,13 @@ def decodings_of(requests: PlainRequests) -> list[tuple[int, Decoding]]:
 
 
 def arrivals_of(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
+    source, client = own_arrivals(requests, timed), requests.client
+    if client.max_in_flight is not None:
+        source = Capped(source, client.max_in_flight, 1000 * client.pause_us)
+    return source if requests.front is None else FrontEnd(source, *requests.front)
+
+
+def own_arrivals(requests: PlainRequests, timed: list[TimedRequest]) -> Arrivals:
     waits, count = requests.waiting, len(timed)
     if waits is None:
         return OpenLoop(timed, count)

@@ -19,6 +19,7 @@ from compiled_cases import (
     core_parts,
     core_requests,
     crowded,
+    entering,
     log_of,
     new_fold,
     sharing,
@@ -98,6 +99,7 @@ def test_waiting_priorities_swapping_and_steps_scheduled_ahead_are_replayed_as_t
     preemption = data.draw(st.sampled_from(Preemption))
     limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)), preemption=preemption)
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
+    requests = data.draw(entering(requests))
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
     assert_same(log_of(found, pool), expected)

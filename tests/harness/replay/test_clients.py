@@ -1,21 +1,18 @@
 """What stands between the requests and the engine: a client that holds requests back, a server's front end."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from compiled_cases import COSTS
 from sim_cases import LinearCost, replay, request
 
 from engine.core.memory.paged import PagedManager
 from harness.config.errors import ConfigError
-from harness.config.schema import Compiled, ReplayMode, RunConfig
+from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome, RunLog
 from harness.replay.arrivals import Capped, FrontEnd, OpenLoop, Sessions, TimedRequest, Turn, to_ns
 from harness.workload.point import resolve
-from harness.workload.simulate import obstacle, simulate
+from harness.workload.simulate import simulate
 from harness.workload.trace import Traffic
 from traces.errors import TraceError
 from traces.formats.pagetwin import write_jsonl
@@ -161,12 +158,6 @@ def test_traces_that_differ_in_their_client_have_other_digests() -> None:
     assert trace(TWO).digest != trace(Client()).digest
 
 
-def test_compiled_code_leaves_a_capped_client_to_the_core() -> None:
-    pytest.importorskip("numba")
-    point = resolve(RunConfig(measure=False), trace(TWO))
-    assert obstacle(point, LinearCost()) is not None
-
-
 def test_replicas_refuse_a_client_that_waits() -> None:
     config = RunConfig(measure=False)
     config.device.data_parallel = 2
@@ -180,29 +171,6 @@ def test_the_front_end_of_a_device_delays_what_is_simulated() -> None:
     log = simulated(Client(), config)
     waited = log.requests["first_scheduled_s"][0] - log.requests["arrival_s"][0]
     assert waited == pytest.approx(0.003 + 64 * 10e-6, abs=0.15 * 0.003)
-
-
-@pytest.mark.parametrize("turn_us", [0.0, 30_000.0])
-def test_compiled_code_delays_an_open_loop_as_the_core_does(turn_us: float) -> None:
-    pytest.importorskip("numba")
-    config = RunConfig(measure=False)
-    config.device.frontend_request_us, config.device.frontend_token_us = 9e4, 2e4  # a long prompt is passed
-    config.device.frontend_turn_us = turn_us
-    made = trace(Client())
-    lengths = [8 + 9 * (3 - row.request_id % 4) for row in made.requests]
-    rows = [
-        replace(row, prompt_tokens=length, segments=(Segment(None, length),))
-        for row, length in zip(made.requests, lengths, strict=True)
-    ]
-    point = resolve(config, made.changed(tuple(rows), "prompts of several lengths"))
-    ways = [
-        replace(point, replay=replace(point.replay, compiled=way))
-        for way in (Compiled.always, Compiled.never)
-    ]
-    compiled, core = (simulate(way, COSTS["roofline"]) for way in ways)
-    assert (np.diff(core.requests["request_id"]) < 0).any()
-    for name, column in core.requests.items():
-        assert np.array_equal(compiled.requests[name], column, equal_nan=True), name
 
 
 def test_an_open_client_lets_nothing_wait() -> None:

@@ -92,12 +92,10 @@ def page(tmp_path: Path) -> str:
     )
     written = write_page(
         tmp_path,
+        {"runs": runs, "attention": [], "not_simulated": list(counted({"disaggregated": 7, "never": 0}))},
         command="python -m harness scoreboard --each 2",
         version="0.12.0",
         each=2,
-        runs=runs,
-        reasons=list(counted({"disaggregated": 7, "never": 0})),
-        attention=[],
     )
     assert (tmp_path / "tpot.svg").stat().st_size > 1000
     return written.read_text(encoding="utf-8")

@@ -122,6 +122,7 @@ REFUSED = {
     ),
     "llama with a list of windows": of("llama", sliding_window=128, layer_types=WINDOWED),
     "opt whose embeddings are narrower": of("opt", ffn_dim=1024, word_embed_proj_dim=128),
+    "gpt2 that attends to an encoder": of("gpt2", add_cross_attention=True),
     "llama4 with experts in every other layer": of("llama4_text", **SCOUT | {"interleave_moe_layer_step": 2}),
     "qwen3_next without its list": of("qwen3_next", shared_expert_intermediate_size=256, **EXPERTS),
     "qwen3_next": of("qwen3_next", shared_expert_intermediate_size=256, layer_types=HYBRID, **EXPERTS),

@@ -26,6 +26,8 @@ PLAIN = (
     *("workload.num_requests=60", "workload.prefix_share=null", "workload.length_scale=1"),
     *("workload.oversize=drop", "cache.pool_tokens=null", "cache.max_model_len=null"),
 )
+FRONT_END = ("device.frontend_request_us=90000", "device.frontend_token_us=40")
+CAPPED = ("workload.request_rate=40", "replay.max_in_flight=12", *FRONT_END, "device.frontend_turn_us=9000")
 TIERS = (
     *("workload.prefix_share=0.5", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
     "cache.tier_tokens=60000",
@@ -54,13 +56,6 @@ def test_what_compiles_for_minutes_says_so(
     assert ("compiling the replay, once" in capsys.readouterr().err) is not kept
 
 
-@pytest.mark.parametrize("mode", ["trace", "closed", "sessions"])
-def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) -> None:
-    held, cost = point(f"replay.mode={mode}", "replay.max_in_flight=2")
-    assert compiled.obstacle(held, cost) == "the trace's client holds requests back"
-    assert compiled.obstacle(*point(f"replay.mode={mode}")) is None
-
-
 @cases(
     "settings",
     [
@@ -81,6 +76,10 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
         ("scheduler.async_scheduling=true", "workload.request_rate=40", "workload.prefix_share=0.5"),
         ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
         ("trace=chat", "replay.mode=sessions"),
+        CAPPED,
+        ("replay.mode=closed", "replay.users=8", *FRONT_END),
+        ("trace=chat", "replay.mode=sessions", *CAPPED),
+        ("workload.request_rate=40", *FRONT_END, "scheduler.async_scheduling=true"),
         ("scheduler=swap", "cache.host_tokens=3000", "cache.pool_tokens=9000", "cache.max_model_len=8192"),
         (
             "cache.eviction=pinned",
@@ -127,6 +126,8 @@ def test_a_client_that_holds_requests_back_is_replayed_by_the_core(mode: str) ->
         ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
         ("replay.mode=closed", "replay.users=8", "replay.think_s=0.5"),
         ("trace=chat", "replay.mode=sessions"),
+        CAPPED,
+        ("replay.mode=closed", "replay.users=8", *FRONT_END),
     ],
 )
 def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
@@ -163,6 +164,7 @@ def test_records_are_those_of_the_core(settings: tuple[str, ...]) -> None:
         (("cache.tier_tokens=9000", "cache.eviction=pinned"), "a rule of eviction other than lru"),
         (("cache.tier_tokens=9000", "device=cpu", "model=tiny_llama"), "the engine copies what its tier has"),
         (("replay.duration_s=5",), "stops early"),
+        ((*FRONT_END, "device.data_parallel=2"), "delays requests before they go to replicas"),
         (("scheduler=swap", "cache.host_tokens=100000", "decoding.beam_width=2"), "may be swapped out"),
         (("scheduler.adaptive_watermark=true",), "the watermark is adaptive"),
         (("replay.lookups=true", "replay.records=true"), "lookups of the prefix cache are kept"),
