@@ -37,7 +37,7 @@ from harness.replay.cost_model import CostModel
 from harness.sweep.plan import one_configuration
 from harness.workload.deployment import model_shape, unmodelled
 from harness.workload.point import Point, resolve
-from harness.workload.simulate import simulate
+from harness.workload.simulate import often_replayed, simulate
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 DEVICES = {system: name for name, system in SYSTEMS.items() if name != "b300"}  # b300 has no preset
@@ -250,6 +250,7 @@ def latencies(config: RunConfig, trace: Trace) -> dict[str, FloatArray]:
 
 
 def _latencies(point: Point, cost: CostModel) -> dict[str, FloatArray]:
+    point = often_replayed(point, cost, len(point.trace.requests))  # a page has many such loads
     rows = compute.as_floats(simulate(point, cost).requests)
     order = np.argsort(rows["request_id"], kind="stable")
     return compute.latencies({name: column[order] for name, column in rows.items()})
@@ -481,9 +482,8 @@ def package_errors(gpu: PublishedSystem) -> dict[str, dict[str, float]]:
     from aiconfigurator_core.sdk.engine import EngineHandle
 
     root = package_folder() / "systems"
-    place = (
-        Path("data") / gpu.system / "attention" / "vllm" / gpu.version / "generation_attention_perf.parquet"
-    )
+    folder = Path("data") / gpu.system / "attention" / "vllm" / gpu.version
+    place = folder / "generation_attention_perf.parquet"
     table, known = pd.read_parquet(root / place), read_timings(gpu)
     checkpoint = checkpoint_of("Qwen/Qwen3-8B")
     whole = EngineHandle.compile(checkpoint, gpu.system, "vllm")
@@ -493,12 +493,12 @@ def package_errors(gpu: PublishedSystem) -> dict[str, dict[str, float]]:
         predicted, measured = [], []
         for parity in (0, 1):
             left_out = np.unique(column)[1:-1][parity::2]
-            with TemporaryDirectory() as folder:
-                shutil.copytree(root, Path(folder) / "systems", copy_function=os.symlink)
-                file = Path(folder) / "systems" / place
+            with TemporaryDirectory() as copied:
+                shutil.copytree(root, Path(copied) / "systems", copy_function=os.symlink)
+                file = Path(copied) / "systems" / place
                 file.unlink()
                 table[~column.isin(left_out)].to_parquet(file)
-                part = EngineHandle.compile(checkpoint, gpu.system, "vllm", systems_path=f"{folder}/systems")
+                part = EngineHandle.compile(checkpoint, gpu.system, "vllm", systems_path=f"{copied}/systems")
                 for chosen in np.flatnonzero(np.isin(places, left_out)):
                     shape = int(known.rows[chosen]), max(int(known.slots[chosen]) - 1, 1), 2
                     predicted.append(_attention_ms(part, shape))
