@@ -102,6 +102,19 @@ def test_whole_experts_on_devices_wait_for_the_busiest_one() -> None:
     assert whole[0] > split[0]
 
 
+def test_replicas_in_lockstep_gather_the_activations_of_the_others_and_give_them_back() -> None:
+    """Twice 3 of the 4 replicas' tokens, of 2,048 elements of 2 bytes, in 48 layers."""
+    moved = 2 * 3 / 4 * 64 * 2048 * 2 * 48
+    steps_s = []
+    for link in (1e9, 2e9):
+        cost = RooflineCost(
+            QWEN3_30B_A3B, replace(H100, replicas=4, link_bandwidth=link, link_efficiency=0.5)
+        )
+        cost.of_group(64)
+        steps_s.append(cost.price(decode_step(16)[0]).seconds)
+    assert steps_s[0] - steps_s[1] == pytest.approx(moved / 0.5e9 - moved / 1e9)
+
+
 def test_whole_experts_of_equal_chances_read_what_slices_read() -> None:
     split, whole = (
         price_table(
