@@ -46,6 +46,7 @@ def test_output_throughput_counts_only_the_tokens_that_are_returned(make_log):
     figures = compute_metrics(beam)
     assert figures["output_throughput"] == 1.25
     assert figures["generated_throughput"] == 2.5
+    assert figures["total_throughput"] == 5.0  # of prompts and of all that was generated
 
 
 def test_load_of_attention_is_the_slots_read_per_step_that_only_decodes(make_log):
