@@ -139,7 +139,8 @@ def point_of(config: RunConfig, workload: Trace) -> Point:
 
 def _prediction(point: Point) -> PredictedRun:
     cost = cost_model(point.deployment)
-    log = simulate(often_replayed(point, cost, len(point.trace.requests)), cost)
+    # a fit simulates a log some hundred times, five times as often as is meant there
+    log = simulate(often_replayed(point, cost, 5 * len(point.trace.requests)), cost)
     rows = log.requests
     place = {int(name): at for at, name in enumerate(rows["request_id"])}
     order = np.array([place[row.request_id] for row in point.trace.requests])
