@@ -97,6 +97,12 @@ def test_a_sequence_does_not_end_before_min_tokens(llm):
     assert plain[2] not in longer[:6]
 
 
+def test_a_stop_string_of_several_tokens_ends_the_text_before_it(llm):
+    plain = said(llm).text
+    stop = plain[2:5]
+    assert said(llm, stop=stop).text == plain[: plain.index(stop)]
+
+
 def test_a_stop_string_is_not_looked_for_before_min_tokens(llm):
     plain = said(llm)
     stop = plain.text[1]
