@@ -140,7 +140,7 @@ class PagedManager:
         A forked child with draft tokens needs more beside its parent.
         """
         speculation = request.speculation
-        drafted = speculation is not None and request.output_tokens > 1
+        drafted = speculation is not None and (speculation.whole or request.output_tokens > 1)
         most = 2 * request.most_kv_tokens - request.final_kv_tokens
         needs = self._needs(request, request.width, most)
         if drafted and speculation and speculation.mode is SpeculationMode.fork:
