@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import socket
 import threading
 import time
 from types import FrameType
@@ -19,9 +20,8 @@ BODY_S = 30.0  # between two parts of a body
 # a body is large from here on: its parts are taken with pauses, for which others need not wait
 LARGE_BYTES = 1 << 20
 PAUSE_S = 0.01
-GAP_S = (
-    0.1  # between the ends of two large bodies: each takes some 10 ms to be parsed, for which all others wait
-)
+# between the ends of two large bodies: each takes some 10 ms to be parsed, for which all others wait
+GAP_S = 0.1
 
 
 class BodyLimit:
@@ -62,13 +62,18 @@ class BodyLimit:
 
 
 class Connection(H11Protocol):
-    """A connection that is closed where the head of its next request is not whole after `HEAD_S` seconds."""
+    """A connection that is closed where the head of its next request is not whole after `HEAD_S` seconds.
+
+    What it writes is sent at once. asyncio sees to that only for listeners that name TCP, which ours do not: the body
+    of an answer, and each token of a stream, then wait up to 40 ms until the client has acknowledged what came before.
+    """
 
     _since: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request."""
         super().connection_made(transport)
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, True)
         self._wait()
 
     def data_received(self, data: bytes) -> None:

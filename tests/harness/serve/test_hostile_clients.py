@@ -13,6 +13,8 @@ import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from tiny_models import SHAPE
 
+from harness.serve.limits import Connection
+
 
 @pytest.fixture(scope="module", name="engine")
 def engine_fixture():
@@ -227,6 +229,22 @@ def answer_to(address, head, wait_s=PATIENCE_S):
 def test_a_request_whose_head_never_ends_is_closed(head, address, monkeypatch):
     monkeypatch.setattr("harness.serve.limits.HEAD_S", 0.05)
     assert answer_to(address, head) == b""
+
+
+def test_what_is_written_does_not_wait_until_the_client_has_acknowledged_what_came_before(
+    address, monkeypatch
+):
+    received, at_once = Connection.data_received, []
+
+    def noting(connection, data):
+        ours = connection.transport.get_extra_info("socket")
+        at_once.append(ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        received(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", noting)
+    assert serves(address)
+    assert at_once
+    assert all(at_once)
 
 
 def test_a_body_that_does_not_go_on_is_a_408(address, monkeypatch):
