@@ -28,7 +28,7 @@ from harness.compiled.replicas import run_replicas
 from harness.compiled.state import BlockNames
 from harness.config.capabilities import Way, obstacles
 from harness.config.errors import ConfigError
-from harness.config.schema import CacheConfig, Compiled
+from harness.config.schema import CacheConfig, Compiled, ReplayMode
 from harness.console import install_hint, remark
 from harness.cost.roofline import RooflineCost
 from harness.metrics.log import IntArray, RunLog
@@ -48,10 +48,12 @@ from harness.workload.scheduler import eviction_policy, goes_singly, tiers_below
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import Requests
 
-# CPU-seconds of loading compiled code from the disk, and of compiling it once, on the CPU that took `PLAIN_S` and so on
-LOADING_S, COMPILING_S = 1.0, 30.0
-PLAIN_S, SHARED_S, SAMPLES_S, DRAFTS_S, GROUPS_S, BEAMS_S = 2e-4, 3e-4, 6e-4, 1e-3, 4e-3, 1e-2
-"""CPU-seconds that the policy core takes for a request (`benchmarks/test_replay.py`)."""
+# CPU-seconds, all of one CPU (AMD EPYC, family 23): of loading compiled code from the disk, and of compiling it once
+LOADING_S, COMPILING_S = 0.8, 95.0
+REQUEST_S, BRANCH_S, CHUNK_S = 1e-3, 3e-4, 6e-4
+"""Of the policy core, for a request, each branch of it beyond the first, and each step that its prompt fills."""
+STEP_S, DRAFTS_S, BEAM_S, GROUP_S = 2e-4, 5e-5, 4e-5, 1e-5
+"""Where each step is a plan: for a step, and in it for a row with drafts, for each beam and each group of layers."""
 
 
 def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
@@ -82,37 +84,43 @@ def compiled_replays(point: Point, cost: CostModel) -> Sequence[CompiledReplay]:
         return [replay_of(point, requests, cost) for _ in range(point.replicas)]
     if mode is Compiled.always:
         raise _refusal(reason)
+    _LEFT_TO_CORE.clear()  # those before it are likely of its kind
     return ()
 
 
 def _is_small(point: Point) -> bool:
     """Whether `engine.core` replays the workload before the compiled code is loaded, or has been compiled once.
 
-    Where it is not on disk, the process compiles when the core has replayed for as long as compiling takes, so that a
-    sweep of small points comes to it, too.
+    The process loads or compiles it when the core has replayed for as long as that takes, so that a sweep of small
+    points comes to it, too.
     """
-    left = len(point.trace.requests) * _seconds_in_core(point)
-    if left < LOADING_S or is_cached():
-        return left < LOADING_S
-    _LEFT_TO_CORE.append(left)
-    return sum(_LEFT_TO_CORE) < COMPILING_S
+    _LEFT_TO_CORE.append(len(point.trace.requests) * _seconds_in_core(point))
+    return sum(_LEFT_TO_CORE) < (LOADING_S if is_cached() else COMPILING_S)
 
 
 _LEFT_TO_CORE: list[float] = []  # CPU-seconds of each replay that could have been compiled
 
 
 def _seconds_in_core(point: Point) -> float:
-    """CPU-seconds that the policy core takes for a request, roughly."""
-    decodings = point.workload.decodings
-    if any(decoding.mode is Decoding.beam for decoding in decodings):
-        return BEAMS_S
-    if point.pool.groups is not None:
-        return GROUPS_S
-    if any(decoding.speculation for decoding in decodings):
-        return DRAFTS_S
-    if any(decoding.width > 1 for decoding in decodings):
-        return SAMPLES_S
-    return SHARED_S if point.may_share else PLAIN_S
+    """CPU-seconds that the policy core takes for a request, roughly.
+
+    They depend on the plans and their rows. A plan of plain decoding takes all steps to the next arrival or end
+    together, so tokens cost little. With drafts, beams or groups each step is a plan; all drafts are taken to be right
+    and all requests of an open loop to run together, which is the least that it can be.
+    """
+    rows, traffic, decodings = point.trace.columns, point.workload.traffic, point.workload.decodings
+    width = max(each.width for each in decodings)
+    chunks = float(np.mean(rows.prompt_tokens)) / point.limits.max_batched_tokens
+    seconds = REQUEST_S + BRANCH_S * (width - 1) + CHUNK_S * chunks
+    drafts = max(each.speculation.tokens if each.speculation else 0 for each in decodings)
+    beams = width * any(each.mode is Decoding.beam for each in decodings)
+    groups = len(point.pool.groups.groups) if point.pool.groups else 0
+    row_s = DRAFTS_S * (drafts > 0) + BEAM_S * beams + GROUP_S * groups
+    if not row_s:
+        return seconds
+    in_flight = traffic.users if traffic.mode is ReplayMode.closed else traffic.client.max_in_flight
+    together = min(in_flight or len(rows), len(rows), point.limits.max_running)
+    return seconds + float(np.mean(rows.output_tokens)) / (1 + drafts) * (row_s + STEP_S / together)
 
 
 _OFTEN = 20  # times

@@ -184,33 +184,51 @@ def test_shared_prefixes_do_not_matter_where_nothing_is_cached() -> None:
     assert compiled.obstacle(workload, cost) is None
 
 
-def test_auto_leaves_few_requests_to_the_core() -> None:
-    workload, cost = point()
-    assert not compiled.compiled_replays(workload, cost)
-
-
-def test_auto_replays_many_requests_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "LOADING_S", 0.005)
-    workload, cost = point()
-    assert compiled.compiled_replays(workload, cost)
-
-
 def test_auto_compiles_only_where_that_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "LOADING_S", 0.005)
     monkeypatch.setattr(compiled, "is_cached", lambda: False)
-    monkeypatch.setattr(compiled, "COMPILING_S", 0.03)
-    monkeypatch.setattr(compiled, "_LEFT_TO_CORE", [])
-    of_twelve_ms = point()
-    assert [bool(compiled.compiled_replays(*of_twelve_ms)) for _ in range(3)] == [False, False, True]
+    monkeypatch.setattr(compiled, "COMPILING_S", 0.18)
+    of_seventy_ms = point()
+    assert [bool(compiled.compiled_replays(*of_seventy_ms)) for _ in range(3)] == [False, False, True]
 
 
-@pytest.mark.parametrize("slow", ["workload.prefix_share=0.5", "decoding=sample", "decoding=beam"])
+def test_auto_loads_the_compiled_code_when_small_points_add_up() -> None:
+    small = point()
+    chosen = [bool(compiled.compiled_replays(*small)) for _ in range(30)]
+    assert not any(chosen[:5])
+    assert chosen[-1]
+    assert sorted(chosen) == chosen  # once it is loaded, all are compiled
+
+
+def test_points_that_only_the_core_can_replay_do_not_count() -> None:
+    small, beams = point(), point("decoding.beam_width=2", "cache.copy_at_fork=true")
+    assert not any(compiled.compiled_replays(*beams) for _ in range(30))
+    assert not compiled.compiled_replays(*small)
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        ("decoding=sample", "decoding.n=16"),
+        ("decoding=beam",),
+        ("decoding=speculative", "replay.mode=closed", "replay.users=1"),
+        ("model=gpt_oss_20b", "cache.groups=uniform"),
+        ("scheduler.max_batched_tokens=128",),
+    ],
+)
 def test_auto_replays_fewer_requests_compiled_where_the_core_takes_longer(
-    slow: str, monkeypatch: pytest.MonkeyPatch
+    slow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiled, "LOADING_S", 0.015)
+    monkeypatch.setattr(compiled, "LOADING_S", 0.15)
     assert not compiled.compiled_replays(*point())
-    assert compiled.compiled_replays(*point(slow))
+    assert compiled.compiled_replays(*point(*slow))
+
+
+@pytest.mark.parametrize("slow", ["decoding=speculative", "decoding=beam"])
+def test_tokens_cost_the_core_where_each_step_is_a_plan(slow: str) -> None:
+    short, long = ("trace=azure_code", slow), (slow,)  # 30 and 208 tokens in the mean
+    taken = [compiled._seconds_in_core(point(*each)[0]) for each in ((), short, long)]
+    assert taken[0] < taken[1] < taken[2] / 2
 
 
 def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
