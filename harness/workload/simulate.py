@@ -116,11 +116,10 @@ def _seconds_in_core(point: Point) -> float:
     beams = width * any(each.mode is Decoding.beam for each in decodings)
     groups = len(point.pool.groups.groups) if point.pool.groups else 0
     row_s = DRAFTS_S * (drafts > 0) + BEAM_S * beams + GROUP_S * groups
-    if not row_s:
-        return seconds
     in_flight = traffic.users if traffic.mode is ReplayMode.closed else traffic.client.max_in_flight
     together = min(in_flight or len(rows), len(rows), point.limits.max_running)
-    return seconds + float(np.mean(rows.output_tokens)) / (1 + drafts) * (row_s + STEP_S / together)
+    step_s = STEP_S / together if row_s else 0.0
+    return seconds + float(np.mean(rows.output_tokens)) / (1 + drafts) * (row_s + step_s)
 
 
 _OFTEN = 20  # times
@@ -300,25 +299,23 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
     way are held. Replicas keep their rows until they are merged.
     """
     if not rows and point.replicas == 1:
-        compiled, core, pool = RunFold(cost.source.hull), RunFold(cost.source.hull), point.pool
-        sizes = pool.block_size, pool.tokens, pool.slot_bytes
-        if beside := _run_compiled(point, cost, [compiled]):
-            return compiled.prediction(*sizes, **beside[0])
-        return core.prediction(*sizes, **_simulated(point, cost, core, fast_forward))
+        fold, pool = RunFold(cost.source.hull), point.pool
+        kept = _run_compiled(point, cost, [fold]) or [_simulated(point, cost, fold, fast_forward)]
+        return fold.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **kept[0])
     log = simulate(point, cost, fast_forward=fast_forward)
     return prediction_of(log, cost.source, rows=rows)
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
     """The free-running prediction as a run log."""
-    core, compiled = new_log(point), [new_log(point) for _ in range(point.replicas)]
-    if beside := _run_compiled(point, cost, compiled):
-        logs = [fold.log(**kept) for fold, kept in zip(compiled, beside, strict=True)]
+    folds = [new_log(point) for _ in range(point.replicas)]
+    if beside := _run_compiled(point, cost, folds):
+        logs = [fold.log(**kept) for fold, kept in zip(folds, beside, strict=True)]
         log = logs[0] if len(logs) == 1 else merged(logs)
     elif point.replicas > 1:
         log = _simulate_replicas(point, cost, fast_forward)
     else:
-        log = core.log(**_simulated(point, cost, core, fast_forward))
+        log = folds[0].log(**_simulated(point, cost, folds[0], fast_forward))
     return replace(log, optimal_hit_tokens=optimal_hit_tokens(point, log)) if point.replay.optimum else log
 
 
@@ -332,7 +329,7 @@ def _simulated(point: Point, cost: CostModel, fold: Fold, fast_forward: bool) ->
 
 def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[dict[str, Any]]:
     """Replay the point by compiled code, each replica into its fold. Returns what each kept of the memory, as
-    `replay_point`; nothing where `engine.core` must replay the point, into other folds.
+    `replay_point`; nothing, and no rows in the folds, where `engine.core` must replay the point.
     """
     replays = compiled_replays(point, cost)
     if replays and not is_cached():

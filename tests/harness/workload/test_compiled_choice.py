@@ -206,22 +206,22 @@ def test_points_that_only_the_core_can_replay_do_not_count() -> None:
     assert not compiled.compiled_replays(*small)
 
 
+SLOW = (
+    "decoding=sample decoding.n=16",
+    "decoding=speculative replay.mode=closed replay.users=1",
+    "decoding=beam",
+)
+
+
 @pytest.mark.parametrize(
-    "slow",
-    [
-        ("decoding=sample", "decoding.n=16"),
-        ("decoding=beam",),
-        ("decoding=speculative", "replay.mode=closed", "replay.users=1"),
-        ("model=gpt_oss_20b", "cache.groups=uniform"),
-        ("scheduler.max_batched_tokens=128",),
-    ],
+    "slow", [*SLOW, "model=gpt_oss_20b cache.groups=uniform", "scheduler.max_batched_tokens=128"]
 )
 def test_auto_replays_fewer_requests_compiled_where_the_core_takes_longer(
-    slow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+    slow: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiled, "LOADING_S", 0.15)
     assert not compiled.compiled_replays(*point())
-    assert compiled.compiled_replays(*point(*slow))
+    assert compiled.compiled_replays(*point(*slow.split()))
 
 
 @pytest.mark.parametrize("slow", ["decoding=speculative", "decoding=beam"])
