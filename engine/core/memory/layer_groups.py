@@ -91,15 +91,18 @@ class LayerGroups:
         end = min(group.root_target, start + self.most_chunk) if chunk_end is None else chunk_end
         lasting: list[int] = []
         at_once: list[int] = []
-        for tables, most in zip(self._tables, self.needs(group.request, *wanted), strict=True):
-            if tables.aligned:  # the state that the first chunk ends with
-                lasting.append(wanted[0])
+        stays = list(hit.pages)
+        for index, most in enumerate(self.needs(group.request, *wanted)):
+            tables = self._tables[index]
+            if tables.aligned:  # the first chunk ends with another state, and then that of the hit is left
+                lasting.append(min(wanted[0], most))
                 at_once.append(1)
+                stays[index] = []
                 continue
             had = start // tables.block_size
             lasting.append(max(0, most - had))
             at_once.append(max(0, tables.blocks_of(end) - had))
-        return all(self.pages.fits(needs, hit.pages, spare) for needs in (lasting, at_once))
+        return self.pages.fits(lasting, stays, spare) and self.pages.fits(at_once, hit.pages, spare)
 
     def _writes_state_of(self, hit: PrefixHit) -> bool:
         """Whether the step that is being scheduled writes a state that a hit ends with.

@@ -337,6 +337,19 @@ def hits_of(setup: GroupSetup, *lengths: tuple[int, int]) -> list[int]:
     return found
 
 
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_branches_that_begin_with_the_state_of_a_hit_fit_into_the_pool_that_fits_them_without(
+    width: int,
+) -> None:
+    pools = GroupSetup(sets=(FULL, STATE), pages=SEPARATE, state_every=8, memory=1200)
+    scheduler = served(pools, (8, 1))
+    assert scheduler.manager.groups.pages.page_counts[1] == 2  # states
+    scheduler.submit(Request(1, 16, 1, width, Decoding.sample, KeyIdentity(1, [(7, 8), (None, 8)])))
+    plan = scheduler.schedule()
+    assert plan.hit_tokens == 8
+    assert scheduler.commit(plan, StepResult()).finished == [1]
+
+
 def test_a_hit_needs_no_block_before_the_last_window() -> None:
     setup = GroupSetup(memory=64_000)
     assert hits_of(setup, (24, 4), (24, 4)) == [0, 24]
@@ -498,7 +511,7 @@ def test_a_swapped_group_comes_back_with_the_pages_of_its_windows_alone() -> Non
 
 
 def test_a_request_that_needs_more_pages_than_a_pool_has_never_fits() -> None:
-    scheduler = Scheduler(GroupSetup(pages=SEPARATE, memory=640).manager(), SchedulerLimits(12))
+    scheduler = Scheduler(GroupSetup(pages=SEPARATE, memory=1200).manager(), SchedulerLimits(12))
     with pytest.raises(NeverFitsError, match="pages of group"):
         scheduler.submit(Request(0, 200, 4))
 
