@@ -255,6 +255,18 @@ def _cbor_of(numbers: npt.NDArray[np.uint32]) -> tuple[bytes, list[int]]:
 # An opaque value: equal hashes mean equal K and V. An `int` is private: only its own request can find the block.
 BlockHash = Hashable
 
+
+class InnerHash(NamedTuple):
+    """A name of a block of group `group` of layers by its first tokens: all up to the first `tokens` of the sequence.
+
+    `prefix` is their hash, or where they are private the number of their request.
+    """
+
+    group: int
+    prefix: BlockHash
+    tokens: int
+
+
 _TOKEN_BYTES = 4
 _PREFIXES = 64  # of a trace; some 25 MB where each has 100,000 tokens
 

@@ -17,7 +17,7 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
-from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.group_layout import GroupLayout, LayerSet, layout_of
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, host_memory, layer_groups
 from engine.core.options import (
@@ -221,15 +221,8 @@ def model_layout(loaded: LoadedModel, options: EngineOptions) -> GroupLayout:
     sets = [*(LayerSet(GroupKind.state, layers, size) for size, layers in states.items()), *sets]
     pages = GroupPages(options.groups)
     try:
-        if pages is GroupPages.uniform:
-            return uniform_layout(sets, options.block_size, options.kept_states)
-        return separate_layout(
-            sets,
-            options.block_size,
-            state_every=options.state_every,
-            pages=pages,
-            states=options.kept_states,
-        )
+        layout = layout_of(pages, sets, options.block_size, options.state_every, options.kept_states)
+        return replace(layout, unit=options.prefix_match_unit if options.prefix_caching else None)
     except CoreError as error:
         raise ModelError(f"model {loaded.name}: groups={options.groups}: {error}") from error
 

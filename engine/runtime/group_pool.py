@@ -14,12 +14,13 @@ is what transformers' cache holds for a layer with linear attention, a state spa
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 
 from engine.core.memory.block_pool import NULL_BLOCK
+from engine.core.memory.block_tables import GroupTables
 from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.memory.group_pages import pages_of
@@ -508,6 +509,18 @@ class BlockOperations:
                 pool.swap_in(plan.swap_in)
             if plan.copies:
                 pool.copy(plan.copies)
+
+    def poison_copied(self, plan: StepPlan) -> None:
+        """Set to NaN what a copied page has behind the tokens of its new sequence: a hit may end inside a page."""
+        copied = {target for _, target in plan.copies}
+        for pool in self.pools if copied else ():
+            if isinstance(pool, GroupedPool) and pool.layout.inside:
+                for row in plan.other_rows:
+                    tables = cast(GroupTables, row.table).groups
+                    for group, table in zip(pool.layout.groups, tables, strict=True):
+                        place, first = divmod(row.context_len, group.block_size)
+                        if (page := table[place]) in copied:
+                            pool.poison_slots([(page, first, group.block_size)])
 
 
 _STATE = -1  # in place of a window

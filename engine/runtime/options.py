@@ -104,6 +104,8 @@ class EngineOptions:
     window_hits: WindowHits | str = WindowHits.window
     # with groups: tokens between checkpoints of windows and states; 0: each prompt's own; None: at every match unit
     retention_interval: int | None = 0
+    # with groups beside states: hits end with every so many tokens, also inside a block; None: with whole blocks
+    prefix_match_unit: int | None = None
     behind_first: bool = False  # with groups: evict what a window has left first
     states: StateMode | str = StateMode.align  # with groups: which states layers with recurrent state keep
     # tokens of a block of states, but for groups=uniform; None: as of other layers
@@ -130,6 +132,9 @@ class EngineOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least {least}")
+        if self.groups == GroupPages.off and self.prefix_match_unit not in (None, self.block_size):
+            reason = "with one group of layers hits end with its blocks; leave it out, or set groups=uniform"
+            raise EngineOptionError(f"prefix_match_unit: {self.prefix_match_unit}, {reason}")
         share = self.gpu_memory_utilization
         if not isinstance(share, int | float) or not 0 < share <= 1:
             raise EngineOptionError(f"gpu_memory_utilization: {share!r} is not above 0 and at most 1")
@@ -148,7 +153,8 @@ class EngineOptions:
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
-_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", "state_every", "retention_interval")
+_CACHE_COUNTS = ("retention_interval", "prefix_match_unit", "state_every")
+_OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", *_CACHE_COUNTS)
 _COUNTS = ("host_blocks", "tier_blocks", "block_size", "audit_every", "draft_tokens")
 _FROM_ZERO = ("host_blocks", "tier_blocks", "draft_tokens", "retention_interval")
 _CHOICES: tuple[tuple[str, type[StrEnum]], ...] = (
@@ -205,6 +211,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "block_size": "block_size",
     "prefix_caching": "enable_prefix_caching",
     "retention_interval": "prefix_cache_retention_interval",
+    "prefix_match_unit": "prefix_match_unit",
     "hash": "prefix_caching_hash_algo",
     "pool_blocks": "num_gpu_blocks_override",
     "memory_utilization": "gpu_memory_utilization",

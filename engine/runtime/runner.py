@@ -267,6 +267,8 @@ class Runner:
         if self.drafter is not None:  # drafts that are written into a fork are still tokens of branch 0
             rows = [row._replace(branch=0) if row.drafts else row for row in rows]
         self._blocks.swap_in_and_copy(plan)
+        if self._poisons:
+            self._blocks.poison_copied(plan)
         if self.drafter is not None:
             self.drafter.propose(plan.step, rows, self._generations)
             for request_id in plan.padded:

@@ -480,7 +480,7 @@ _ROWS: tuple[tuple[Range, str], ...] = (  # a range, and the keys that it is of
     (Range(1, 10**9), "cache.tier_chunk"),
     (Range(0, _SECONDS), "cache.ttl_s"),
     (Range(0, 10**9), "cache.pinned_tokens cache.retention_interval"),
-    (Range(1, 10**9), "cache.state_every"),
+    (Range(1, 10**9), "cache.state_every cache.prefix_match_unit"),
     (Range(0, 10**4), "decoding.draft_tokens"),
     (Range(0, 100), "workload.prefix_zipf"),  # beyond, every prompt has the first prefix
     (Range(0, _SECONDS), "replay.think_s"),

@@ -122,7 +122,7 @@ def _applies(config: RunConfig) -> Iterable[tuple[str, bool, str]]:
         ("cache", paged, "copy_at_fork host_tokens groups"),
         ("cache", not paged, "placement"),
         ("cache", paged and grouped, "window_hits retention_interval behind_first states state_every"),
-        ("cache", hashed, "tier_tokens eviction answers retention hash deduplicate"),
+        ("cache", hashed, "tier_tokens eviction answers retention hash deduplicate prefix_match_unit"),
         ("cache", tiered, "disk_tokens tier_store tier_chunk tier_eviction tier_load tier_overlap"),
         ("cache", Eviction.ttl in rules, "ttl_s"),
         ("cache", Eviction.pinned in rules, "pinned_tokens"),

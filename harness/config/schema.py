@@ -262,6 +262,8 @@ class CacheConfig:
     window_hits: WindowHits = WindowHits.window
     # with groups: keep of windows and states what a hit needs at checkpoints and every so many tokens; null: everywhere
     retention_interval: int | None = 0
+    # with groups beside states: hits end with every so many tokens, also inside a block; null: with whole blocks
+    prefix_match_unit: int | None = None
     behind_first: bool = False  # with groups: evict what a window has left before what a whole prefix needs
     states: StateMode = StateMode.align  # with groups: which states layers with recurrent state keep
     # tokens of a block of states, but for groups=uniform; null: as of other layers

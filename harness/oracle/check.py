@@ -371,8 +371,9 @@ def compare(point: Point, cost: CostModel) -> OracleReport:
     settings = settings_of(pool.num_blocks, size, pool.prefix_caching, point.limits, longest, drafts)
     if pool.groups is not None:
         settings["layers"] = layers_of(pool.groups)
-        if cache.retention_interval != 0:  # vLLM reads the word None
-            settings["flags"] = {"prefix_cache_retention_interval": str(cache.retention_interval)}
+        interval = str(cache.retention_interval) if cache.retention_interval != 0 else None  # vLLM reads None
+        asked = {"prefix_cache_retention_interval": interval, "prefix_match_unit": cache.prefix_match_unit}
+        settings["flags"] = {name: value for name, value in asked.items() if value}
     answer = process.ask({"settings": settings})
     if pool.groups is not None:
         check_groups(pool.groups, answer, caching=pool.prefix_caching)

@@ -29,7 +29,9 @@ _KEYS = {  # groups of our configuration; a key is called as the setting is
         *("max_running", "max_batched_tokens", "chunked_prefill", "async_scheduling", "policy"),
         *("long_prefill_tokens", "long_prefill_adaptive"),
     ),
-    "cache": ("block_size", "prefix_caching", "pool_tokens", "pool_blocks", "max_model_len"),
+    "cache": (
+        *("block_size", "prefix_caching", "prefix_match_unit", "pool_tokens", "pool_blocks", "max_model_len"),
+    ),
     "model": ("dtype", "kv_dtype"),
     "device": ("memory_utilization",),
 }
@@ -56,6 +58,7 @@ class EngineSettings:
     long_prefill_adaptive: bool | None = None
     block_size: int | None = None
     prefix_caching: bool | None = None
+    prefix_match_unit: int | None = None
     pool_blocks: int | None = None
     pool_tokens: int | None = None
     memory_utilization: float | None = None
@@ -271,6 +274,7 @@ _VLLM: Mapping[str, Read] = {
     "long_prefill_adaptive": _yes_or_no,
     "block_size": count,
     "prefix_caching": _yes_or_no,
+    "prefix_match_unit": count,
     "pool_blocks": count,
     "memory_utilization": _share,
     "host_memory_gb": _host_gb,
@@ -295,7 +299,6 @@ VLLM = EngineArguments(
         "kv_transfer_config": (None, {}),
         "cpu_offload_gb": (0,),
         "enable_lora": (False, None),
-        "prefix_match_unit": (None,),  # hits inside a block
         "scheduler_cls": (None, "vllm.v1.core.sched.scheduler.Scheduler"),
     },
     silent=(  # how clients reach the server, and what it prints

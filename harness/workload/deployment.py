@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
 from engine.core.memory.eviction import CheckpointRule
-from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
+from engine.core.memory.group_layout import GroupLayout, LayerSet, layout_of
 from engine.core.memory.group_pages import pages_of
 from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions
 from engine.runtime.models.spec import ModelSpec
@@ -491,19 +491,21 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
 def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
     """The groups of the model's layers; None with cache.groups=off."""
     if cache.groups is GroupPages.off:
+        if cache.prefix_match_unit not in (None, cache.block_size):
+            reason = f"found {cache.prefix_match_unit}: with one group of layers hits end with its blocks"
+            raise ConfigError("cache.prefix_match_unit", f"{reason}, cache.block_size={cache.block_size}")
         return None
     sets, states = layer_sets(model), cache.states.within(cache.prefix_caching)
     try:
-        if cache.groups is GroupPages.uniform:
-            layout = uniform_layout(sets, cache.block_size, states)
-        else:
-            layout = separate_layout(
-                sets, cache.block_size, state_every=cache.state_every, pages=cache.groups, states=states
-            )
+        layout = layout_of(cache.groups, sets, cache.block_size, cache.state_every, states)
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
     try:
-        CheckpointRule(cache.retention_interval, layout.match_unit)
+        layout = replace(layout, unit=cache.prefix_match_unit if cache.prefix_caching else None)
+    except CoreError as error:
+        raise ConfigError("cache.prefix_match_unit", str(error)) from error
+    try:
+        CheckpointRule(cache.retention_interval, layout)
     except CoreError as error:
         raise ConfigError("cache.retention_interval", str(error)) from error
     return layout

@@ -184,7 +184,7 @@ class CoreDriver:
             assert in_use
         else:
             assert not in_use
-            assert not (groups.pages.cached_pages if groups else self.manager.pool.cached_blocks)
+            assert not (groups.pages.slots()[1] if groups else self.manager.pool.cached_blocks)
         self.manager.check()
 
     def drain(self) -> None:

@@ -1,6 +1,6 @@
 """Caches with groups for `core_driver`, beside a model that stores what every slot and state depends on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slot_model import SlotModel
 
@@ -44,6 +44,7 @@ class GroupSetup:
     hits: WindowHits = WindowHits.window
     interval: int | None = 0
     states: StateMode = StateMode.align
+    unit: int | None = None
     behind_first: bool = False
     retention: Retention = Retention.lru
     scheduling: Scheduling = Scheduling.fcfs
@@ -54,7 +55,7 @@ class GroupSetup:
 
     def layout(self) -> GroupLayout:
         if self.pages is GroupPages.uniform:
-            return uniform_layout(self.sets, self.size, self.states)
+            return replace(uniform_layout(self.sets, self.size, self.states), unit=self.unit)
         return separate_layout(
             self.sets, self.size, state_every=self.state_every, pages=self.pages, states=self.states
         )
@@ -101,14 +102,14 @@ class GroupSlotModel(SlotModel):
             page: index
             for index, cache in enumerate(self.caches)
             for part in cache.tables.live
-            for page in part.pages()
+            for page in filter(None, part.table)
         }
         found = sum(
             self.groups[live[page]].unit_bytes // self.slot_bytes for page, _ in self.slots if page in live
         )
         assert found == plan.usage.token, (found, plan.usage)
-        cached = sum(1 for page in {page for page, _ in self.slots} if page not in live)
-        assert cached == self.pages.cached_pages, (cached, plan.usage)
+        cached = {page for page, _ in self.slots} - live.keys()
+        assert sum(map(self.pages.page_bytes, cached)) == plan.usage.cached * self.slot_bytes, plan.usage
 
     @staticmethod
     def tables(row: Row) -> GroupTables:
@@ -131,6 +132,9 @@ class GroupSlotModel(SlotModel):
             assert group.blocks(end) <= len(table) <= group.blocks(end + spare), (
                 "a block is missing or too many"
             )
+            tail = table[start // group.block_size]
+            if tail in self.copied:  # behind it stands what another sequence wrote
+                self.void(tail, start % group.block_size, group.block_size)
             for position in range(start, end):
                 slot = (table[position // group.block_size], position % group.block_size)
                 assert slot[0] != NULL_BLOCK

@@ -45,6 +45,7 @@ RECORDED = {
     "states": 26,
     "states_and_windows": 52,
     "chunked": 1034,
+    "inside": 106,
 }
 """The seed of the recorded workload of each family."""
 
@@ -61,16 +62,18 @@ class GroupCase:
     rows: Sequence[TraceRequest]
     before: Sequence[int]
     drafts: int = 0
+    unit: int | None = None
 
     @property
     def settings(self) -> dict[str, Any]:
         longest = max(row.prompt_tokens + row.output_tokens for row in self.rows)
         settings = settings_of(self.pages, self.block_size, self.caching, self.limits, longest)
-        return {**settings, "layers": layers_of(self.manager().groups.layout)}
+        flags = {"flags": {"prefix_match_unit": self.unit}} if self.unit else {}
+        return {**settings, **flags, "layers": layers_of(self.manager().groups.layout)}
 
     def manager(self) -> PagedManager:
         states = StateMode.align if self.caching else StateMode.none
-        layout = uniform_layout(self.sets, self.block_size, states)
+        layout = replace(uniform_layout(self.sets, self.block_size, states), unit=self.unit)
         return PagedManager.of(
             PoolPages(layout, (self.pages,)),
             most_chunk=self.limits.max_batched_tokens,
@@ -78,7 +81,7 @@ class GroupCase:
         )
 
 
-FAMILIES = ("window", "windows", "no_full", "states", "states_and_windows", "chunked")
+FAMILIES = ("window", "windows", "no_full", "states", "states_and_windows", "chunked", "inside")
 
 
 def _sets(draw: random.Random, family: str) -> list[LayerSet]:
@@ -108,6 +111,8 @@ def _sets(draw: random.Random, family: str) -> list[LayerSet]:
         sets = [state, LayerSet(GroupKind.full, draw.choice([1, 2]), 16)]
         if family == "states_and_windows":
             sets.insert(draw.choice([0, 1, 2]), LayerSet(GroupKind.window, draw.choice([1, 2]), 16, spans[0]))
+        if family == "inside" and draw.random() < 0.3:  # blocks of two lengths
+            sets.append(LayerSet(GroupKind.full, draw.choice([1, 2]), 8))
     return draw.sample(sets, len(sets))
 
 
@@ -125,9 +130,15 @@ def random_case(seed: int, family: str | None = None) -> GroupCase:
     pages, longest = draw.choice([40, 80, 160, 400]), min(16 * size, 300)
     texts = [Segment(key, draw.randint(1, longest)) for key in range(1, 5)]
     case = GroupCase(tuple(sets), size, pages, draw.random() < 0.85, limits, (), ())
+    if family == "inside":
+        case = replace(case, caching=True, unit=draw.choice([4, 8, 16 if size == 32 else 8]))
     scheduler, rows, before, step = Scheduler(case.manager(), limits), [], [], 0
     for number in range(draw.choice([30, 60])):
         row = _row(draw, number, texts, longest)
+        if case.unit:
+            row = replace(row, segments=[Segment(s.key or 100 + number, s.tokens) for s in row.segments])
+        if case.unit and rows and draw.random() < 0.6:
+            row = _after(draw, number, draw.choice(rows), longest)
         if scheduler.never_fits(Request(number, row.prompt_tokens, row.output_tokens)) is None:
             rows.append(row)
             before.append(step)
@@ -138,6 +149,15 @@ def random_case(seed: int, family: str | None = None) -> GroupCase:
 def _row(draw: random.Random, number: int, texts: Sequence[Segment], longest: int) -> TraceRequest:
     segments = [draw.choice(texts)] if draw.random() < 0.75 else []
     segments.append(Segment(None, draw.randint(1, max(1, longest // 3))))
+    total = sum(segment.tokens for segment in segments)
+    return TraceRequest(number, number, total, draw.randint(1, 40), segments)
+
+
+def _after(draw: random.Random, number: int, row: TraceRequest, longest: int) -> TraceRequest:
+    """A request that begins as an earlier one, as the next turn of a chat does, or is sent again."""
+    segments = list(row.segments)
+    if draw.random() < 0.7:
+        segments.append(Segment(draw.choice([None, 100 + number]), draw.randint(1, max(1, longest // 4))))
     total = sum(segment.tokens for segment in segments)
     return TraceRequest(number, number, total, draw.randint(1, 40), segments)
 

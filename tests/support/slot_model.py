@@ -97,6 +97,7 @@ class SlotModel:
             if value is not EMPTY:
                 self.slots[destination, offset] = value
         self.copies += len(plan.copies)
+        self.copied = {destination for _, destination in plan.copies}
         for row in plan.rows:
             assert row.query_len >= 1, "a row that computes nothing"
             if row.drafts:

@@ -10,7 +10,7 @@ block is sampled when it is allocated, each further reference to it (a hit, a fo
 when the pool gives the block out again.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -198,6 +198,8 @@ class BlockPool:
         facts.num_blocks, facts.hash_of = num_blocks, self._hash_of.__getitem__
         self._extend(0)
         self._index = HashIndex()
+        self._names: dict[int, BlockHash] = {}  # by block: the second hash that a block may have
+        self.filled: dict[int, int] = {}  # slots written, of blocks that were cached before they were full
         self._voided: list[int] = []
         self._most_voided = _VOIDED_TIMES * num_blocks
 
@@ -406,6 +408,17 @@ class BlockPool:
         if self.events is not None and hashes and type(hashes[0]) is not int:
             self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
 
+    def name(self, block: int, block_hash: BlockHash) -> None:
+        """Enter a block with a reference under a hash of its first tokens, beside that of the whole block.
+
+        A block without a hash has this one alone; where it has it already, nothing changes.
+        """
+        if self._hash_of[block] is None:
+            self.cache_full_blocks([block], [block_hash])
+        elif block_hash not in (self._hash_of[block], self._names.get(block)):
+            self._names[block] = block_hash
+            self._index.add([block_hash], [block])
+
     def uncache(self, blocks: Sequence[int]) -> None:
         """Remove the hashes of blocks that are about to be rewritten. Blocks without a hash are left as they are.
 
@@ -423,6 +436,8 @@ class BlockPool:
         for block in blocks:
             hash_of[block] = None
         self._index.drop(hashes, blocks)
+        for block in filter(self._names.__contains__, blocks if self._names else ()):
+            self._index.drop([self._names.pop(block)], [block])
         if self.events is not None:
             public = [
                 (known, block) for known, block in zip(hashes, blocks, strict=True) if type(known) is not int
@@ -454,6 +469,7 @@ class BlockPool:
         for block in cached:
             self._hash_of[block] = None
         self._index.clear()
+        self._names.clear()
         self._uncached += reversed(cached)  # so that the order of eviction stays
         self._void(cached)
         if self.events is not None:
@@ -488,7 +504,8 @@ class BlockPool:
         cached = {block for block in everyone if hash_of[block] is not None}
         if not cached >= set(in_queue) or not cached.isdisjoint(uncached):
             raise InvariantError("a free block is in the wrong part of the free queue")
-        if self._index.pairs() != [(block, hash_of[block]) for block in sorted(cached)]:
+        known = [*((block, hash_of[block]) for block in cached), *self._names.items()]
+        if Counter(self._index.pairs()) != Counter(known):
             raise InvariantError(f"{len(cached)} blocks have a hash, the index has other entries")
         free = self._last + 1 - len(self._refs) + len(self._uncached) + len(self._evictable)
         if self.free_blocks != free:

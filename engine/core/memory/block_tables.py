@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from engine.core.errors import InvariantError, UnknownSequenceError
+from engine.core.identity import InnerHash
 from engine.core.memory.block_pool import NULL_BLOCK, BlockPool
 from engine.core.memory.eviction import EvictionOrder
 from engine.core.memory.group_chunks import ChunkPages
@@ -23,15 +24,16 @@ class GroupTable(SequenceState):
     """What a sequence has in one of several groups of layers: its table there, and what of it is cached.
 
     `hits`: leading blocks that came from the prefix cache. `junction`: where a longer hit of the first groups ended at
-    the admission, in tokens; 0: nowhere.
+    the admission, in tokens; 0: nowhere. `inner` names the block inside which the last match unit of the prompt ends.
     """
 
-    __slots__ = ("hits", "junction", "sequence")
+    __slots__ = ("hits", "inner", "junction", "sequence")
 
     def __init__(self, sequence: SequenceState, hits: int = 0, junction: int = 0) -> None:
         super().__init__(sequence.request, sequence.branch)
         self.sequence = sequence
         self.hits, self.junction = hits, junction
+        self.inner: InnerHash | None = None
 
     @property
     def checkpoints(self) -> tuple[int, int]:
@@ -42,10 +44,6 @@ class GroupTable(SequenceState):
     def computed(self) -> int:
         """Those of the sequence."""
         return self.sequence.computed
-
-    def pages(self) -> list[int]:
-        """The pages that are held, in order."""
-        return [page for page in self.table[self.held :] if page]
 
 
 class GroupTables(Sequence[int]):
@@ -77,10 +75,6 @@ class GroupTables(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:  # type: ignore[override]
         return [page for each in self.of for page in each.table][index]
 
-    def pages(self, group: int) -> list[int]:
-        """The pages that a group holds, in order."""
-        return self.of[group].pages()
-
 
 def tables_of(sequence: SequenceState) -> GroupTables:
     """What a live sequence has in several groups; raises UnknownSequenceError for another one."""
@@ -104,14 +98,14 @@ class SlotCounters:
         self.entries = 0
         self.blocks = 0
         self.internal = 0
-        self._unfillable: dict[int, int] = {}
+        self.unfillable: dict[int, int] = {}
 
     def block_taken(self, request: Request, block: int, index: int) -> bool:
         """`block` was put at position `index` of a table of `request`. Returns whether no slot of it will be filled."""
         unfillable = (index + 1) * self.block_size - request.most_kv_tokens
         if unfillable <= 0:
             return False
-        self._unfillable[block] = unfillable = min(unfillable, self.block_size)
+        self.unfillable[block] = unfillable = min(unfillable, self.block_size)
         self.internal += unfillable
         return unfillable == self.block_size
 
@@ -124,18 +118,14 @@ class SlotCounters:
     def blocks_dropped(self, blocks: Sequence[int]) -> None:
         """`blocks` were the last of their table and have no reference any more."""
         for block in reversed(blocks):
-            unfillable = self._unfillable.pop(block, 0)
+            unfillable = self.unfillable.pop(block, 0)
             self.internal -= unfillable
             if unfillable < self.block_size:
                 return
 
-    def unfillable_blocks(self) -> set[int]:
-        """The blocks with slots that will never be filled."""
-        return set(self._unfillable)
-
     def totals(self) -> tuple[int, int, int, int]:
         """Written slots, table entries, blocks, and unfillable slots (summed again), for `check()`."""
-        return self.written, self.entries, self.blocks, sum(self._unfillable.values())
+        return self.written, self.entries, self.blocks, sum(self.unfillable.values())
 
 
 class BlockWork:
@@ -152,6 +142,8 @@ class BlockTables:
     A sequence is live from `open` to `close`. `work` is for the executor's next step. `group`
     says what the layers keep, None: K and V of every token. A block of states has one slot, written when it is taken.
     Between the aligned states that a row begins and ends with, its table has gaps.
+    A hit that ends inside a block is copied: `sources` has that block until the sequence takes its own. `copied` blocks
+    keep their reference until the step is planned, so that none of it takes them.
     """
 
     def __init__(
@@ -171,6 +163,8 @@ class BlockTables:
         self.counters = SlotCounters(block_size)
         self.work = BlockWork()
         self._live: dict[SequenceState, None] = {}
+        self.sources: dict[SequenceState, int] = {}
+        self.copied: list[int] = []
 
     def blocks_of(self, tokens: int) -> int:
         """How many blocks `tokens` tokens need."""
@@ -210,9 +204,12 @@ class BlockTables:
         self._live[sequence] = None
         sequence.table = table
 
-    def open_hits(self, sequence: SequenceState, table: list[int]) -> None:
-        """Make `sequence` live with full cached blocks, to which it gets references."""
+    def open_hits(self, sequence: SequenceState, table: list[int], source: int = NULL_BLOCK) -> None:
+        """Make `sequence` live with full cached blocks, to which it gets references; it will copy `source`."""
         held = sequence.held
+        if source:
+            self.pool.share([source])
+            self.sources[sequence] = source
         if held < len(table):
             revived = self.pool.share(table[held:])
             self.counters.blocks += revived
@@ -245,6 +242,12 @@ class BlockTables:
         table = self.get(sequence)
         table += [NULL_BLOCK] * (self.blocks_of(end) - len(table) - len(blocks))
         self.append(sequence.request, table, blocks)
+        if source := self.sources.pop(sequence, NULL_BLOCK):
+            copy, filled = blocks[0], sequence.computed % self.block_size
+            self.work.copies.append((source, copy))
+            self.copied.append(source)
+            if not self.keeps_states:
+                self.counters.written += filled
 
     def append(self, request: Request, table: list[int], blocks: list[int]) -> None:
         """Append new blocks to `table`."""
@@ -275,11 +278,15 @@ class BlockTables:
         """Whether a row up to token `end` writes into the last block, which is partly written."""
         if sequence.computed % self.block_size == 0:
             return False
-        return not self.aligned or end <= len(sequence.table) * self.block_size
+        return (end if self.aligned else sequence.computed) <= len(sequence.table) * self.block_size
 
     def shares_tail(self, sequence: SequenceState, end: int) -> bool:
-        """Whether a row up to token `end` writes into the last block, and another table refers to it."""
-        return self.writes_tail(sequence, end) and self.pool.references(sequence.table[-1]) > 1
+        """Whether a row up to token `end` writes into the last block, and another table or the cache needs it."""
+        return self.writes_tail(sequence, end) and self.copies_of(sequence.table[-1:]) > 0
+
+    def is_cached_state(self, block: int) -> bool:
+        """Whether a block has an aligned state that the prefix cache names: a row that goes on from it copies it."""
+        return self.aligned and self.pool.hash_of(block) is not None
 
     def copies_needed(self, sequences: Sequence[SequenceState]) -> int:
         """Copies of shared partial last blocks: each writer copies, but the last one to refer to it writes in place."""
@@ -287,15 +294,19 @@ class BlockTables:
 
     def copies_of(self, tails: Sequence[int]) -> int:
         """Copies of last blocks to which as many rows write as they are named."""
-        return sum(min(tails.count(block), self.pool.references(block) - 1) for block in set(tails))
+        needing = {block: self.pool.references(block) + self.is_cached_state(block) for block in tails}
+        return sum(min(tails.count(block), others - 1) for block, others in needing.items())
 
     def copy_tail(self, sequence: SequenceState, copy: int) -> None:
         """Copy on write: `sequence` is about to write into a shared partial last block, so give it the block `copy`."""
         table = self.get(sequence)
         source = table[-1]
-        self.pool.leave(source)
         self.work.copies.append((source, copy))
         table[-1] = copy
+        if self.is_cached_state(source):
+            self.copied.append(source)
+            return
+        self.pool.leave(source)
         self.counters.blocks += 1
         if self.keeps_states:
             self.counters.written += 1
@@ -336,7 +347,14 @@ class BlockTables:
         table = self.get(sequence)
         del self._live[sequence]
         self.drop(table, sequence.computed, sequence.held, sequence.request)
+        self.copied += filter(None, [self.sources.pop(sequence, NULL_BLOCK)])
         return table
+
+    def release_copied(self) -> None:
+        """The step is planned: the blocks that it copies may be taken from now on, in this order."""
+        for block in self.copied:
+            self.pool.release([block])
+        self.copied.clear()
 
     def reparent(self, branches: Sequence[SequenceState], parents: Sequence[int]) -> list[SequenceState]:
         """Give branch i the table of branch `parents[i]`; returns those that share it with an earlier branch.
@@ -385,6 +403,8 @@ class BlockTables:
         if gone[-1] == table[-1] and not self.keeps_states:
             counters.written += len(table) * self.block_size - computed
             counters.blocks_dropped(gone)
+            if isinstance(self.pool, BlockPool) and isinstance(self.pool.hash_of(gone[-1]), InnerHash):
+                self.pool.filled[gone[-1]] = computed - (len(table) - 1) * self.block_size
 
     def drop_behind(self, sequence: GroupTable, skipped: int) -> None:
         """Drop the references to full blocks before entry `skipped`, which its window has left."""
@@ -405,12 +425,8 @@ class BlockTables:
         """Drop blocks that were allocated for a step that will not run."""
         table, keep = self.get(sequence), self.blocks_of(sequence.computed)
         if keep < len(table):
-            self._drop_empty(sequence.request, table, keep)
-
-    def _drop_empty(self, request: Request, table: list[int], keep: int) -> None:
-        unwritten = keep * self.block_size
-        self.drop(table, unwritten, keep, request)
-        del table[keep:]
+            self.drop(table, keep * self.block_size, keep, sequence.request)
+            del table[keep:]
 
     def kept(self, sequence: SequenceState, tokens: int) -> int:
         """How many of the first `tokens` computed tokens `truncate` keeps: no part of a block that others need."""
@@ -471,7 +487,7 @@ class BlockTables:
                 here = max(0, min(self.block_size, sequence.computed - index * self.block_size))
                 fill[block] = max(fill.get(block, 0), 1 if self.keeps_states else here)
         found = (sum(fill.values()), entries.total(), len(fill), self.counters.internal)
-        if self.counters.totals() != found or not self.counters.unfillable_blocks() <= set(entries):
+        if self.counters.totals() != found or not self.counters.unfillable.keys() <= set(entries):
             raise InvariantError(
                 f"written slots, entries, blocks, internal slots: counters {self.counters.totals()}, tables {found}"
             )

@@ -12,7 +12,7 @@ from itertools import islice
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.identity import BlockHash
-from engine.core.memory.group_layout import KVGroup
+from engine.core.memory.group_layout import GroupLayout, KVGroup
 from engine.core.options import GroupKind
 from engine.core.request import Request
 
@@ -237,14 +237,16 @@ class CheckpointRule:
 
     `interval` in tokens: 0 keeps the checkpoints of a request alone, None one at every match unit.
 
-    `unit` is the match unit in tokens, of which a positive interval must be a multiple: else CoreError. Source:
-    `reachable_block_mask` of `SlidingWindowManager` and `MambaManager`, and `replay_boundaries`, in vllm/v1/core.
+    A positive interval must be a multiple of the tokens after which a block of every group ends: else CoreError.
+    Source: `reachable_block_mask` of `SlidingWindowManager` and `MambaManager`, and `replay_boundaries`, in
+    vllm/v1/core.
     """
 
-    def __init__(self, interval: int | None, unit: int) -> None:
-        if interval is not None and (interval < 0 or interval % unit):
-            raise CoreError(f"retention interval {interval}: must be 0 or a multiple of {unit} tokens")
-        self._interval, self._unit = interval, unit
+    def __init__(self, interval: int | None, layout: GroupLayout) -> None:
+        whole = layout.whole_unit
+        if interval is not None and (interval < 0 or interval % whole):
+            raise CoreError(f"retention interval {interval}: must be 0 or a multiple of {whole} tokens")
+        self._interval, self._unit = interval, layout.match_unit
 
     def kept(
         self, group: KVGroup, needed: int | None, first: int, end: int, checkpoints: Sequence[int]

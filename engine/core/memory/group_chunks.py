@@ -15,7 +15,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from operator import add
+from operator import add, mul
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
@@ -60,7 +60,6 @@ class ChunkPages:
         self._voided: list[int] = []
         self.orders = [EvictionOrder(behind_first=behind_first) for _ in layout.groups]
         self.live = [0] * len(layout.groups)
-        self.cached = [0] * len(layout.groups)
         self.chunks = count
         self._nested = [layout.chunk_bytes // group.page_bytes for group in layout.groups]
         self._free = list(range(count - 1, -1, -1))
@@ -200,20 +199,12 @@ class ChunkPages:
     def _occupy(self, group: int, place: int) -> None:
         """An empty place gets a page with a reference."""
         chunk = place // self._nested[group]
-        self._fill(group, place)
-        if chunk not in self._live_in:
-            self._live_in[chunk] = 0
-            self._busy[group] += 1
-            self._idle.pop(chunk, None)
-        self._live_in[chunk] += 1
-
-    def _fill(self, group: int, place: int) -> None:
-        chunk = place // self._nested[group]
         del self._empty[group][place]
         self._empty_in[chunk].remove(place)
         if not self._empty_in[chunk]:
             del self._empty_in[chunk]
             self._disown(group, chunk)
+        self._revived(group, [self.page(group, place)])
 
     def _disown(self, group: int, chunk: int) -> None:
         """A chunk has no empty place for its request any more."""
@@ -258,7 +249,7 @@ class ChunkPages:
             if chunk not in self._live_in:
                 self._live_in[chunk] = 0
                 self._busy[group] += 1
-                del self._idle[chunk]
+                self._idle.pop(chunk, None)  # it may have been free
             self._live_in[chunk] += 1
 
     def _check_places(self) -> None:
@@ -275,7 +266,7 @@ class ChunkPages:
                     f"group {group} has {len(busy)} chunks with references, counted {self._busy[group]}"
                 )
             whole = len(own) * nested
-            if whole != self.live[group] + self.cached[group] + len(self._empty[group]):
+            if whole != self.live[group] + len(self.orders[group]) + len(self._empty[group]):
                 raise InvariantError(f"group {group}: the {whole} places of its chunks are miscounted")
 
     def place(self, group: int, page: int) -> int:
@@ -303,17 +294,11 @@ class ChunkPages:
         """Pages that at least one table refers to."""
         return sum(self.live)
 
-    @property
-    def cached_pages(self) -> int:
-        """Pages of the prefix cache that no table refers to."""
-        return sum(self.cached)
-
     def slots(self) -> tuple[int, int, int]:
         """Slots of the memory, of cached pages without a reference, and of free bytes without content."""
         sizes = [group.page_bytes // self.layout.slot_bytes for group in self.layout.groups]
         whole = self.memory // self.layout.slot_bytes
-        cached = sum(count * size for count, size in zip(self.cached, sizes, strict=True))
-        live = sum(count * size for count, size in zip(self.live, sizes, strict=True))
+        cached, live = sum(map(mul, map(len, self.orders), sizes)), sum(map(mul, self.live, sizes))
         return whole, cached, whole - cached - live
 
     # -- pages ----------------------------------------------------------------------------------------------
@@ -350,7 +335,6 @@ class ChunkPages:
             )
         for page in revived:
             self.orders[group].remove(page)
-        self.cached[group] -= len(revived)
         self.live[group] += len(revived)
         for page in pages:
             self._refs[page] = self._refs.get(page, 0) + 1
@@ -382,7 +366,6 @@ class ChunkPages:
         if self._retention is Retention.none:
             self._forget([page for page in gone if page in self._keys])
         cached = [page for page in gone if page in self._keys]
-        self.cached[group] += len(cached)
         self.orders[group].push(cached)
         self._leave(group, cached)
         empty = [page for page in gone if page not in self._keys]
@@ -395,7 +378,6 @@ class ChunkPages:
         self._forget(pages)
         for page in pages:
             self.orders[group].remove(page)
-        self.cached[group] -= len(pages)
         self._voided += pages
 
     def _forget(self, pages: Sequence[int]) -> None:
@@ -441,9 +423,11 @@ class ChunkPages:
         """Bytes of a page, by its number."""
         return self.layout.groups[self._group(page)].page_bytes
 
-    def cached_by_group(self) -> list[int]:
-        """The cached pages of each group that no table refers to."""
-        return list(self.cached)
+    def cached_units(self) -> list[int]:
+        """Tokens, or states, in the cached pages of each group without a reference."""
+        return [
+            len(pages) * group.units for pages, group in zip(self.orders, self.layout.groups, strict=True)
+        ]
 
     def live_duplicates(self) -> list[set[int]]:
         """For each group the live pages that hold what another live page of it holds too; one of them is left."""
@@ -477,10 +461,8 @@ class ChunkPages:
         for group, order in enumerate(self.orders):
             own = range(self._firsts[group], self._firsts[group] + self.counts[group])
             live = [page for page in self._refs if page in own]
-            if (len(live), len(order)) != (self.live[group], self.cached[group]):
-                raise InvariantError(
-                    f"group {group}: {len(live)} live and {len(order)} cached pages were miscounted"
-                )
+            if len(live) != self.live[group]:
+                raise InvariantError(f"group {group}: {len(live)} live pages were miscounted")
             if any(page in self._refs or page not in self._keys for page in order):
                 raise InvariantError(f"group {group}: a page to be evicted is in use, or holds nothing")
             spans += [self.span(group, page) for page in (*live, *order)]

@@ -165,16 +165,19 @@ class GroupLayout:
     """The groups of a model and how their pages share the memory.
 
     `match_unit` is the length in tokens of which the end of every prefix hit is a multiple: the least common multiple
-    of the block sizes. `slot_bytes` is the largest size of which pages, tokens and states are multiples.
+    of the block sizes, or what is asked for, `unit`, so that hits may end inside a block. `slot_bytes` is the largest
+    size of which pages, tokens and states are multiples.
 
     Raises CoreError where chunks of attention do not begin with a block, or blocks beside them differ in length, as
-    vLLM's `ChunkedLocalAttentionManager` does.
+    vLLM's `ChunkedLocalAttentionManager` does; and where hits cannot end with every `unit`.
     """
 
     pages: GroupPages
     groups: tuple[KVGroup, ...]
+    unit: int | None = None
 
     def __post_init__(self) -> None:
+        self._check_unit()
         sizes = {group.block_size for group in self.groups}
         for chunk in (group.window for group in self.groups if group.kind is GroupKind.chunk):
             if chunk and (len(sizes) > 1 or chunk % max(sizes)):
@@ -183,10 +186,40 @@ class GroupLayout:
                     "tokens: all blocks must be equally long, and divide the chunk; choose another block size"
                 )
 
+    def _check_unit(self) -> None:
+        """vLLM's rules of `prefix_match_unit` (`resolve_kv_cache_block_sizes`, `partial_hash_hits_enabled`).
+
+        It takes a unit beside windows, or without states, too, and matches whole blocks then: that is refused here.
+        """
+        unit, sizes = self.unit, {group.block_size for group in self.groups}
+        if unit is None or sizes == {unit}:
+            return
+        if any(size % unit for size in sizes):
+            blocks = " and ".join(map(str, sorted(sizes)))
+            raise CoreError(
+                f"a match unit of {unit} tokens must divide the blocks of all groups, of {blocks} tokens"
+            )
+        spans = any(group.kind in _SPANS for group in self.groups)
+        if spans or self.pages is not GroupPages.uniform or not any(group.aligned for group in self.groups):
+            raise CoreError(
+                f"a match unit of {unit} tokens: hits end inside a block in pages of one size (uniform) alone, beside "
+                "aligned states, and where no layer has a window or attends in chunks"
+            )
+
     @property
     def match_unit(self) -> int:
         """Tokens."""
+        return self.unit if self.unit and self.inside else self.whole_unit
+
+    @property
+    def whole_unit(self) -> int:
+        """Tokens after which a block of every group ends."""
         return lcm(*(group.block_size for group in self.groups if group.block_size < _ENDLESS))
+
+    @property
+    def inside(self) -> bool:
+        """Whether hits may end inside a block: where the unit is smaller than the blocks of states."""
+        return any(group.aligned and (self.unit or _ENDLESS) < group.block_size for group in self.groups)
 
     @property
     def slot_bytes(self) -> int:
@@ -321,6 +354,15 @@ def separate_layout(
         size = _ENDLESS if _has_one(each, states) else size
         groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window, states))
     return GroupLayout(pages, tuple(groups))
+
+
+def layout_of(
+    pages: GroupPages, sets: Sequence[LayerSet], block_size: int, state_every: int | None, states: StateMode
+) -> GroupLayout:
+    """The groups of a model's layers in pages of a kind; see `uniform_layout` and `separate_layout`."""
+    if pages is GroupPages.uniform:
+        return uniform_layout(sets, block_size, states)
+    return separate_layout(sets, block_size, state_every=state_every, pages=pages, states=states)
 
 
 def _check_sets(sets: Sequence[LayerSet], block_size: int) -> None:

@@ -6,10 +6,11 @@
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
-from operator import mul
+from operator import add, mul
 from typing import Any, NamedTuple
 
 from engine.core.errors import CoreError
+from engine.core.identity import InnerHash
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import EvictionOrder
 from engine.core.memory.group_chunks import ChunkPages
@@ -75,20 +76,12 @@ class PoolPages:
         """Pages that at least one table refers to."""
         return sum(share.pool.live_blocks for share in self.shares)
 
-    @property
-    def cached_pages(self) -> int:
-        """Pages of the prefix cache that no table refers to."""
-        return sum(share.pool.cached_blocks for share in self.shares)
-
     def slots(self) -> tuple[int, int, int]:
         """Slots of all pages, of cached ones without a reference, and of free ones without content."""
-        whole = cached = free = 0
-        for share in self.shares:
-            size = self.layout.page_slots(share.groups[0])
-            whole += share.pool.num_blocks * size
-            cached += share.pool.cached_blocks * size
-            free += (share.pool.free_blocks - share.pool.cached_blocks) * size
-        return whole, cached, free
+        pools = [(share.pool, self.layout.page_slots(share.groups[0])) for share in self.shares]
+        whole = sum(pool.num_blocks * size for pool, size in pools)
+        cached = sum(pool.cached_blocks * size for pool, size in pools)
+        return whole, cached, sum(pool.free_blocks * size for pool, size in pools) - cached
 
     def fits(self, needs: Sequence[int], hits: Sequence[Sequence[int]] | None = None, spare: int = 0) -> bool:
         """Whether `needs` pages of each group can be taken beside `hits`, and `spare` stay free.
@@ -153,15 +146,19 @@ class PoolPages:
         for share in self.shares:
             for key, blocks in share.pool.copies():
                 live = [block for block in blocks if share.pool.references(block)]
-                found[key[0]].update(live[1:])  # type: ignore[index]  # a key of ours
+                if not isinstance(key, InnerHash):  # such blocks differ behind what it names
+                    found[key[0]].update(live[1:])  # type: ignore[index]  # a key of ours
         return found
 
-    def cached_by_group(self) -> list[int]:
-        """The cached pages of each group that no table refers to. It costs a look at each of them."""
-        found = [0] * len(self.layout.groups)
+    def cached_units(self) -> list[int]:
+        """Tokens, or states, in the cached pages of each group without a reference. It costs a look at each."""
+        found, groups = [0] * len(self.layout.groups), self.layout.groups
         for share in self.shares:
             for block in share.pool.cached_without_reference():
-                found[share.pool.hash_of(block)[0]] += 1  # type: ignore[index]  # a key of ours
+                name = share.pool.hash_of(block)
+                units = groups[name[0]].units  # type: ignore[index]  # a key of ours
+                in_part = isinstance(name, InnerHash) and units > 1
+                found[name[0]] += share.pool.filled[block] if in_part else units  # type: ignore[index]
         return found
 
     def reset(self) -> None:
@@ -290,11 +287,8 @@ class GroupAccount:
         return usage
 
     def _written_units(self) -> list[int]:
-        cached = self._pages.cached_by_group()
-        return [
-            tables.counters.written + pages * tables.block_slots
-            for pages, tables in zip(cached, self._tables, strict=True)
-        ]
+        written = [tables.counters.written for tables in self._tables]
+        return list(map(add, self._pages.cached_units(), written))
 
     def held_bytes(self) -> tuple[int, ...]:
         """Bytes of the pages of each group that are in use."""

@@ -12,7 +12,7 @@ from engine.core.memory.group_pages import GroupAccount, PoolPages
 from engine.core.memory.prefix_cache import GroupHits, PrefixCache, PrefixHit
 from engine.core.options import WindowHits
 from engine.core.request import Request
-from engine.core.sequence import Group, ScheduledRow, SequenceState
+from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
 
 class LayerGroups:
@@ -94,12 +94,14 @@ class LayerGroups:
         stays = list(hit.pages)
         for index, most in enumerate(self.needs(group.request, *wanted)):
             tables = self._tables[index]
-            if tables.aligned:  # the first chunk ends with another state, and then that of the hit is left
-                lasting.append(min(wanted[0], most))
-                at_once.append(1)
-                stays[index] = []
+            had, inside = divmod(start, tables.block_size)
+            if tables.aligned:  # the state that the first chunk ends with, and the copy that it begins with
+                new = 1 + (inside > 0)
+                lasting.append(min(most, wanted[0] - 1 + min(new, tables.blocks_of(wanted[1]) - had)))
+                at_once.append(min(new, tables.blocks_of(end) - had))
+                if not inside:  # the state of the hit is left when the first chunk has another
+                    stays[index] = []
                 continue
-            had = start // tables.block_size
             lasting.append(max(0, most - had))
             at_once.append(max(0, tables.blocks_of(end) - had))
         return self.pages.fits(lasting, stays, spare) and self.pages.fits(at_once, hit.pages, spare)
@@ -116,19 +118,20 @@ class LayerGroups:
     def open_hits(self, root: SequenceState, hits: Sequence[int]) -> None:
         """Open a table of `root` in each group, with the pages of a hit."""
         hit = self.hit_of(hits)
-        root.table = GroupTables([GroupTable(root, len(pages), hit.junction) for pages in hit.pages])
+        full = [hit.units * self.layout.match_unit // tables.block_size for tables in self._tables]
+        root.table = GroupTables([GroupTable(root, blocks, hit.junction) for blocks in full])
         for tables, part, pages in zip(self._tables, root.table.of, hit.pages, strict=True):
             part.held = next((place for place, page in enumerate(pages) if page), len(pages))
-            tables.open_hits(part, list(pages))
+            tables.open_hits(part, pages[: part.hits], *pages[part.hits :])
 
     def chunk_end(
         self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
     ) -> int:
         """Where a row of a prompt ends that begins at token `start` and may go to `end`.
 
-        It ends where an aligned state can be kept: at the end of a block, at the last one before the prompt's end, and
-        at the junction. A block longer than `most`, the largest chunk, is computed in several. Source:
-        `Scheduler._mamba_block_aligned_split` in vllm/v1/core/sched.
+        It ends where an aligned state can be kept: at the end of a block, at the last one before the prompt's end, at
+        the prompt's last match unit, and at the junction. A block longer than `most`, the largest chunk, is computed in
+        several. Source: `Scheduler._mamba_block_aligned_split` in vllm/v1/core/sched.
         """
         if not self.aligned_tokens:
             return end
@@ -142,6 +145,9 @@ class LayerGroups:
             if aligned > start or size <= most:
                 end = aligned
         stops = [(known - 1) // size * size]
+        unit = min(self.layout.match_unit, size)
+        if stops[0] < (tail := (group.request.prompt_tokens - 1) // unit * unit):
+            stops.append(tail)
         if start % size:
             stops.append((start // size + 1) * size)
         if start < junction < end:
@@ -176,11 +182,21 @@ class LayerGroups:
         for cache, part in zip(self._caches, tables_of(sequence).of, strict=True):
             cache.tables.wrote(row.query_len)
             before = part.cached_blocks
+            cache.cache_inside(part, end)
             cache.cache_upto(part, certain)
             if cache.tables.keeps_states:
-                written = filter(None, part.table[before : part.cached_blocks])
+                written = filter(None, [*part.table[before : part.cached_blocks], part.table[-1]])
                 self.fresh_states.update(set(map(cache.tables.pool.hash_of, written)) - {None})
         return taken
+
+    def advance(self, calendar: DecodeCalendar) -> None:
+        """Steady groups compute one token each; see `PagedManager.advance`."""
+        for cache in self._caches:
+            cache.tables.wrote(calendar.rows)
+        for group in calendar.groups if self.layout.inside else ():
+            for sequence in group.sequences:
+                for cache, part in zip(self._caches, tables_of(sequence).of, strict=True):
+                    cache.cache_inside(part, sequence.computed + 1)
 
     def grow(self, sequence: SequenceState, end: int) -> int:
         """Take the pages of a sequence for tokens up to `end` from all groups at once, copies of shared ones too."""
@@ -195,6 +211,7 @@ class LayerGroups:
                 self._caches, tables.of, copies, self.take(needs, sequence.request), strict=True
             ):
                 if copied:
+                    self.fresh_states.add(cache.tables.pool.hash_of(part.table[-1]))
                     cache.tables.copy_tail(part, pages.pop(0))
                 if pages:
                     cache.tables.append_upto(part, pages, end)

@@ -114,7 +114,7 @@ class PagedManager:
         manager = cls.__new__(cls)
         manager.residency = manager.lookups = manager._copying = manager.tiers = None
         manager._deduplicate = manager._keeps_beams = False
-        caches, rule = [], CheckpointRule(retention_interval, layout.match_unit)
+        caches, rule = [], CheckpointRule(retention_interval, layout)
         for index, group in enumerate(layout.groups):
             keeps = partial(rule.kept, group, group.hit_blocks(window_hits))
             tables = BlockTables(pages.pools[index], group.block_size, group, pages.orders[index])
@@ -149,6 +149,8 @@ class PagedManager:
             if needs[0] <= self.num_blocks:
                 return None
             return f"needs {needs[0]} blocks of {self.block_size} tokens, the pool has {self.num_blocks}"
+        copies = self.groups.layout.inside  # a block inside which a hit ends is held beside its copy
+        needs = [need + copies for need in needs]
         return self.groups.never_serves(request, drafted) or self.groups.pages.lacks_ever(needs)
 
     def _needs(self, request: Request, width: int, tokens: int) -> list[int]:
@@ -326,8 +328,7 @@ class PagedManager:
         if self.groups is None:
             self.tables.counters.written += calendar.rows
         else:
-            for cache in self.caches:
-                cache.tables.wrote(calendar.rows)
+            self.groups.advance(calendar)
         if not calendar.sharing:
             return
         for group in calendar.due(1):
@@ -434,10 +435,8 @@ class PagedManager:
         for sequence in group.sequences:
             self._cache_computed(sequence, unseen)
         root = self._parts(group.sequences[0])
-        if (
-            any(part.cached_blocks > len(part.block_hashes) for part in root)
-            and root[0].private not in group.private
-        ):
+        private = self.groups or any(part.cached_blocks > len(part.block_hashes) for part in root)
+        if private and root[0].private not in group.private:
             group.private.append(root[0].private)
         for sequence in reversed(group.holders):
             self._release_table(sequence)
@@ -566,6 +565,8 @@ class PagedManager:
         """
         if self.groups is not None:
             self.groups.fresh_states.clear()
+            for cache in self.caches:
+                cache.tables.release_copied()
         copies, self.work.copies = self.work.copies, []
         return copies
 

@@ -6,14 +6,14 @@ needs (`GroupHits`): all blocks, those of the last window or chunk, or the state
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from engine.core.identity import BlockHash
-from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin
+from engine.core.identity import BlockHash, InnerHash
+from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin, BlockPool
 from engine.core.memory.block_tables import BlockTables, GroupTable
 from engine.core.memory.group_layout import GroupLayout
-from engine.core.options import Decoding, WindowHits
+from engine.core.options import Decoding, Retention, WindowHits
 from engine.core.request import Request
 from engine.core.sequence import Group, SequenceState
 
@@ -134,6 +134,23 @@ class PrefixCache:
             return self._pool.first_block(hashes[index])
         return self._private_block(group, index)
 
+    def _inner_hash(self, group: Group, tokens: int, private: int) -> InnerHash:
+        """What the first `tokens` tokens, whole units, are entered under; `private` is the first of the numbers."""
+        found, identity = group.block_hashes.get(None), group.request.identity
+        if found is None and identity is not None:
+            found = group.block_hashes[None] = identity.prompt_hashes(self._unit)
+        known, unit = found or (), tokens // self._unit - 1
+        return InnerHash(self._index or 0, known[unit] if unit < len(known) else private, tokens)
+
+    def ending(self, group: Group, tokens: int) -> int | None:
+        """The cached block that ends after the first `tokens` tokens, or inside which they are named; or None."""
+        if tokens % self._size == 0:
+            return self.block(group, tokens // self._size - 1)
+        names = (
+            self._inner_hash(group, tokens, base) for base in (*group.private, -1)
+        )  # no request's number
+        return next(filter(None, map(self._pool.first_block, names)), None)
+
     def _private_block(self, group: Group, index: int) -> int | None:
         found = (self._pool.find(self._keys([base + index])) for base in group.private)
         return next((blocks[0] for blocks in found if blocks), None)
@@ -144,6 +161,9 @@ class PrefixCache:
         The group need not have been looked up.
         """
         root.block_hashes, root.cached_blocks, root.private = self.hashes(group), hits, private
+        last = (group.request.prompt_tokens - 1) // self._unit * self._unit
+        if isinstance(root, GroupTable) and last % self._size:
+            root.inner = self._inner_hash(group, last, private)
 
     # -- entering ------------------------------------------------------------------------------------------
 
@@ -176,13 +196,12 @@ class PrefixCache:
                 self._pool.cache_full_blocks(table[first:public], hashes[first:public], origin)
             if self._deduplicate:
                 self._fresh[sequence] = first, hashes[first:public]
-        private, number = max(first, public), sequence.private
-        if private < blocks and request.width > 1:  # branches share what they have of the prompt alone
-            own = max(private, min(blocks, request.prompt_tokens // self._size))
-            self._enter_private(table, private, own, number)
-            private, number = own, number + (1 + sequence.branch) * request.final_kv_tokens
+        private = max(first, public)
         if private < blocks:
-            self._enter_private(table, private, blocks, number)
+            numbers: Sequence[int] = range(sequence.private + private, sequence.private + blocks)
+            if request.width > 1:
+                numbers = [self._number(sequence, block) for block in range(private, blocks)]
+            self._pool.cache_full_blocks(table[private:blocks], numbers)
         sequence.cached_blocks = blocks
 
     def _enter_kept(self, sequence: GroupTable, first: int, end: int) -> None:
@@ -211,11 +230,6 @@ class PrefixCache:
             first += 1
         return first
 
-    def _enter_private(self, table: Sequence[int], first: int, end: int, private: int) -> None:
-        if first < end:
-            keys = self._keys(range(private + first, private + end))
-            self._pool.cache_full_blocks(table[first:end], keys)
-
     def _origin(self, sequence: SequenceState, first: int, end: int) -> BlockOrigin:
         """Parent, tokens, adapter, tenant and items of blocks `first` to `end - 1`, for the event that reports them."""
         identity, size = sequence.request.identity, self._size
@@ -225,6 +239,30 @@ class PrefixCache:
         keys = identity.item_keys(size)
         items = [keys.get(block, ()) for block in range(first, end)] if keys else ()
         return BlockOrigin(parent, tokens, identity.adapter, identity.salt, items)
+
+    def cache_inside(self, part: GroupTable, end: int) -> None:
+        """Name the block inside which the last match unit of the prompt ends; the step computes tokens up to `end`.
+
+        A state is named where a row ends there. K and V grow behind it: the block that they fill is entered as a whole,
+        and keeps its name, but then as its last holder. Without retention a name would not outlive its row. Source:
+        `_cache_partial_tail_block` of `FullAttentionManager` and `MambaManager`.
+        """
+        inner, pool = part.inner, self._pool
+        if inner is None or end < inner.tokens or not isinstance(pool, BlockPool):
+            return
+        if pool.retention is Retention.none:
+            return
+        place = inner.tokens // self._size
+        if self.tables.aligned:
+            if end == inner.tokens:
+                pool.name(part.table[-1], inner)
+        elif place >= part.hits:
+            block, whole = part.table[place], place + 1
+            if end >= whole * self._size:
+                if pool.hash_of(block) == inner:
+                    pool.uncache([block])
+                self.cache_full(part, whole)
+            pool.name(block, inner)
 
     def cache_upto(self, sequence: SequenceState, tokens: int) -> None:
         """Cache the blocks of the first `tokens` tokens that lie in whole units.
@@ -273,7 +311,7 @@ class PrefixHit(Sequence[int]):
     """A hit of whole match units: `pages` has for each group the leading blocks that it needs, the others NULL_BLOCK.
 
     As a sequence it has one entry for each match unit, their numbers. `junction`: where a longer hit of the first
-    groups ends, in tokens; 0: there is none.
+    groups ends, in tokens; 0: there is none. Where the hit ends inside a block, this page is the last of its group.
     """
 
     def __init__(self, units: int, pages: Sequence[list[int]], junction: int = 0) -> None:
@@ -293,37 +331,36 @@ class GroupHits:
         self._groups, self._caches = layout.groups, caches
         self._unit = layout.match_unit
         self._needed = [group.hit_blocks(rule) for group in layout.groups]
-        self._whole = [index for index, group in enumerate(layout.groups) if group.hits_whole(rule)]
-        self._windows = [index for index in range(len(layout.groups)) if index not in self._whole]
-        first = layout.groups[(self._whole or self._windows)[0]]
-        self._first = [index for index, group in enumerate(layout.groups) if group.keeps_as(first)]
+        groups = range(len(layout.groups))
+        like = [tuple(each for each in groups if layout.groups[each].keeps_as(one)) for one in layout.groups]
+        whole = [index for index in groups if layout.groups[index].hits_whole(rule)]
+        self._windows = [index for index in groups if index not in whole]
+        self._whole = list(dict.fromkeys(like[index] for index in whole))  # those that keep the same together
+        self._first = like[self._windows[0]] if self._windows else ()
 
     def nothing(self) -> PrefixHit:
         """A hit of no block."""
         return PrefixHit(0, [[] for _ in self._groups])
 
     def find(self, group: Group) -> PrefixHit:
-        """The longest prefix of which every group has what it needs. At least one token is left to compute."""
+        """The longest prefix of which every group has what it needs. At least one token is left to compute.
+
+        Each group in turn shortens it, until none does; those that keep the same are looked up together. First are
+        those that keep all, else windows: where more is hit by the first of them, a junction ends.
+        """
         if not self._caches[0].serves(group.request):
             return self.nothing()
-        tokens, longest = self._tokens(group, (group.root_target - 1) // self._unit * self._unit)
-        junction = longest if longest > tokens else 0
-        return PrefixHit(tokens // self._unit, self._pages(group, tokens), junction)
-
-    def _tokens(self, group: Group, asked: int) -> tuple[int, int]:
-        """The longest hit of at most `asked` tokens, and the longest of the groups that are looked up first.
-
-        Each group in turn shortens it, until none does. First are those that keep the same as the first of those that
-        keep all, else of the windows.
-        """
-        tokens = longest = asked
-        for index in self._whole:
-            tokens = self._leading(group, index, tokens)
-            if index in self._first:
-                longest = tokens
+        ends: dict[int, int] = {}  # of the hit of each that keeps all
+        tokens = longest = (group.root_target - 1) // self._unit * self._unit
+        for alike in self._whole:
+            tokens = self._leading(group, alike, tokens)
+            ends |= dict.fromkeys(alike, tokens)
+            longest = tokens if alike is self._whole[0] else longest
         if not self._whole:
             tokens = longest = self._settled(group, tokens, self._first)
-        return self._settled(group, tokens, self._windows), longest
+        tokens = self._settled(group, tokens, self._windows)
+        junction = longest if longest > tokens else 0
+        return PrefixHit(tokens // self._unit, self._pages(group, tokens, ends), junction)
 
     def _settled(self, group: Group, tokens: int, windows: Sequence[int]) -> int:
         """The longest hit, at most `tokens`, for which each of `windows` has what it needs."""
@@ -338,15 +375,21 @@ class GroupHits:
                     tokens = self._last_run(group, index, tokens, needed)
         return tokens
 
-    def _leading(self, group: Group, index: int, tokens: int) -> int:
-        """The longest hit, at most `tokens`, all blocks of which a group has."""
-        size = self._groups[index].block_size
-        found, _ = self._caches[index].find(group, tokens // size)
-        return len(found) * size // self._unit * self._unit
+    def _leading(self, group: Group, alike: Sequence[int], tokens: int) -> int:
+        """The longest hit, at most `tokens`, all blocks of which groups have that keep the same."""
+        size, unit = self._groups[alike[0]].block_size, self._unit
+        caches = [self._caches[each] for each in alike]
+        blocks = min(len(cache.find(group, tokens // size)[0]) for cache in caches)
+        end = max(blocks * size, min(tokens, (blocks + 1) * size - unit)) // unit * unit
+        while end > blocks * size and any(cache.ending(group, end) is None for cache in caches):
+            end -= unit
+        return end
 
     def _last_run(self, group: Group, index: int, tokens: int, needed: int) -> int:
         """The longest hit, at most `tokens`, whose last `needed` blocks of a group (or all) are cached."""
         size, cache, unit = self._groups[index].block_size, self._caches[index], self._unit
+        if unit < size:  # the last state, which may lie inside a block
+            return next((end for end in range(tokens, 0, -unit) if cache.ending(group, end)), 0)
         end = tokens
         block = end // size - 1
         while block >= max(0, end // size - needed):
@@ -364,11 +407,17 @@ class GroupHits:
             block += 1
         return block * size
 
-    def _pages(self, group: Group, tokens: int) -> list[list[int]]:
-        """For each group the pages of the first `tokens` tokens that the next token needs."""
+    def _pages(self, group: Group, tokens: int, ends: Mapping[int, int]) -> list[list[int]]:
+        """For each group the pages of the first `tokens` tokens that the next token needs.
+
+        Where they end inside a block, it is a full one, or that with which the group's own hit ends (`ends`).
+        """
         found = []
         for index, cache in enumerate(self._caches):
-            blocks, skipped = tokens // self._groups[index].block_size, self._groups[index].skipped(tokens)
-            needed = (cache.block(group, place) for place in range(skipped, blocks))
+            size, skipped = self._groups[index].block_size, self._groups[index].skipped(tokens)
+            needed = [cache.block(group, place) for place in range(skipped, tokens // size)]
+            if tokens % size:
+                end = min(ends.get(index, tokens), (tokens // size + 1) * size)
+                needed.append(cache.ending(group, end))
             found.append([*([NULL_BLOCK] * skipped), *(page for page in needed if page is not None)])
         return found

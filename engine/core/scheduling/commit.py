@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from engine.core.errors import CoreError
-from engine.core.memory.manager import FastForwardColumns, KVCacheManager
+from engine.core.memory.manager import FastForwardColumns, KVCacheManager, check_parents
 from engine.core.options import SchedulerLimits
 from engine.core.plan import StepPlan, StepResult
 from engine.core.scheduling.batch import RunningBatch
@@ -108,13 +108,8 @@ class Commit:
                     f"step {plan.step}: request {request_id} ends branches {sorted(branches)}, it has {ended.branches}"
                 )
         for group in self._batch.others:
-            if not (group.is_beam and group.rows and group.rows[0].samples and group.forked):
-                continue
-            request_id, width = group.request.request_id, len(group.sequences)
-            parents = result.parents.get(request_id)
-            if parents is None or len(parents) != width or not all(0 <= parent < width for parent in parents):
-                raise CoreError(f"step {plan.step}: request {request_id} needs {width} parents, each below {width}; "
-                                f"found {parents}")  # fmt: skip
+            if group.is_beam and group.rows and group.rows[0].samples and group.forked:
+                check_parents(group.sequences, result.parents.get(group.request.request_id, ()))
 
     # -- steady groups -------------------------------------------------------------------------------------
 

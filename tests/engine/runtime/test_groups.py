@@ -46,9 +46,7 @@ class Reuse:
 
     def __call__(self, plan):
         held = {
-            row.request_id: {
-                page for group in range(len(row.table.groups)) for page in row.table.pages(group)
-            }
+            row.request_id: {page for table in row.table.groups for page in table if page}
             for row in plan.rows
         }
         for request, pages in held.items():
@@ -617,8 +615,8 @@ def one_token_early(real):
 
 
 def lose_a_reference(real):
-    def open_hits(tables, part, table):
-        real(tables, part, table)
+    def open_hits(tables, part, table, *source):
+        real(tables, part, table, *source)
         if tables.group.window is not None and table[part.held :]:
             tables.pool.release(table[-1:])
 
@@ -630,7 +628,7 @@ def hit_without_its_window(real):
 
 
 def hit_of_the_wrong_group(real):
-    return lambda hits, group, tokens: (lambda pages: [pages[1], pages[0]])(real(hits, group, tokens))
+    return lambda hits, *asked: (lambda pages: [pages[1], pages[0]])(real(hits, *asked))
 
 
 def never_void(real):

@@ -18,7 +18,7 @@ from engine.core.memory.prefix_cache import GroupHits
 from engine.core.options import GroupKind
 from engine.runtime.attention import state
 from engine.runtime.attention.metadata import PrefillRow, StepLayout
-from engine.runtime.errors import AuditError, ModelError, NaNLogitsError
+from engine.runtime.errors import AuditError, EngineOptionError, ModelError, NaNLogitsError
 from engine.runtime.group_pool import StatePart, StateView, new_ends
 
 PAGES = ("uniform", "separate", "lcm")
@@ -155,8 +155,8 @@ def hit_without_its_state(real):
 
 
 def another_state(real):
-    def pages(hits, group, tokens):
-        found = real(hits, group, tokens)
+    def pages(hits, group, tokens, ends):
+        found = real(hits, group, tokens, ends)
         if tokens >= 8:
             found[0][-1] = hits._caches[0].block(group, 0)
         return found
@@ -211,6 +211,20 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
     monkeypatch.setattr(owner, name, make(getattr(owner, name)))
     with pytest.raises((AuditError, NaNLogitsError, CoreError), match=said):
         serve(llm, turns=3)
+
+
+@cases("unit", (1, 2, 4, 8), day=(4,))
+def test_a_hit_inside_a_block_goes_on_from_a_copy_and_answers_as_generate(unit):
+    llm = make_llm(groups="uniform", pool_tokens=3000, prefix_match_unit=unit)
+    assert serve(llm, turns=2) == [expected("qwen3_next")] * 2
+    block = llm.scheduler.manager.groups.layout.groups[0].block_size
+    assert llm.engine.counters.copies > 0
+    assert (llm.engine.counters.prefix_hits % block > 0) == (unit < block)
+
+
+def test_a_hit_inside_a_block_is_refused_where_there_is_one_group():
+    with pytest.raises(EngineOptionError, match="prefix_match_unit: 8, with one group of layers"):
+        make_llm(groups="off", prefix_match_unit=8)
 
 
 def test_a_part_of_a_state_that_one_layer_misses_is_noticed():

@@ -11,10 +11,11 @@ from group_oracle import FAMILIES, RECORDED, begin, compare, random_case, record
 from oracle_cases import FIRST_SEED, PYTHON
 from tiers import tier
 
+from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.paged import PagedManager
-from engine.core.memory.prefix_cache import GroupHits
+from engine.core.memory.prefix_cache import GroupHits, PrefixCache
 from engine.core.options import GroupKind
 from harness.config.errors import ConfigError
 from harness.oracle.check import OracleError, VllmProcess, vllm_version
@@ -76,6 +77,23 @@ def test_chunks_that_end_anywhere_are_noticed(monkeypatch: pytest.MonkeyPatch) -
         compare_all()
 
 
+def test_a_unit_that_is_named_too_early_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = PrefixCache._inner_hash
+    monkeypatch.setattr(
+        PrefixCache,
+        "_inner_hash",
+        lambda cache, group, tokens, base: real(cache, group, tokens - cache._unit, base),
+    )
+    with pytest.raises(OracleError, match=r"admitted|free|rows"):
+        compare(recorded_case("inside"), recording("inside"))
+
+
+def test_a_copy_for_which_no_page_is_taken_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockTables, "is_cached_state", lambda tables, block: False)
+    with pytest.raises(OracleError, match=r"admitted|free"):
+        compare(recorded_case("inside"), recording("inside"))
+
+
 def ends_with_blocks(asked: dict[str, Any]) -> bool:
     """Whether every hit ends with a block: vLLM 0.33 looks inside one only where states have longer blocks than hashes
     (`partial_hash_hits_enabled`), and by default both are as long as the blocks of attention.
@@ -97,6 +115,7 @@ def test_random_workloads_are_scheduled_as_by_vllm(family: str) -> None:
             if case.rows:
                 asked = begin(case, vllm)
                 assert asked["retention_interval"] == 0  # its default, which is not handed over
-                assert case.caching <= ends_with_blocks(asked)
+                assert asked["prefix_match_unit"] == case.unit or not case.unit
+                assert case.unit or case.caching <= ends_with_blocks(asked)
                 found += compare(case, vllm.step)
     assert found["steps"] > 0

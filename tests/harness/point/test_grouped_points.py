@@ -91,6 +91,21 @@ def test_a_measured_point_has_the_counts_of_its_prediction(
     assert record.measured["median"]["waste_cached"] > 0
 
 
+def test_a_measured_point_whose_hits_end_inside_blocks_has_the_counts_of_its_prediction(
+    cache_dir: Path, tmp_path: Path
+) -> None:
+    config = with_trace(stateful(cache_dir), TraceFormat.mooncake, mooncake_file(tmp_path, rows=10))
+    config.workload.length_scale, config.cache.prefix_match_unit = 0.02, 4
+    config.cache.pool_tokens, config.cache.max_model_len = 1536, 200
+    assert check_settings(config) == []
+    check_point(config)
+    record = run_point(config).record
+    assert record.levels["counts"]["identical"]
+    assert record.audit["checks"] == record.levels["counts"]["steps"]
+    assert record.measured["median"]["copies_per_token"] > 0
+    assert record.measured["median"]["hit_tokens"] > 0
+
+
 @cases(
     ("made", "mode", "preemption"),
     [
@@ -179,6 +194,8 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
         config.cache.states = draw.choice([StateMode.align, StateMode.align, StateMode.every_block])
         if config.cache.groups is not GroupPages.uniform:
             config.cache.state_every = draw.choice([None, 16, 48])
+        elif config.cache.states is StateMode.align:
+            config.cache.prefix_match_unit = draw.choice([None, 2, 4])
     return crowded(config) if draw.random() < 0.5 else config
 
 

@@ -15,6 +15,8 @@ from harness.config.schema import RunConfig
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point.run import run_point
 from harness.workload.deployment import PoolShape, deployment_of
+from harness.workload.point import resolve
+from harness.workload.simulate import check_compiled
 
 
 def config(*overrides: str) -> RunConfig:
@@ -127,6 +129,33 @@ def test_what_states_do_not_go_with_is_refused_by_its_key(key: str, overrides: t
 def test_an_interval_that_is_no_multiple_of_the_match_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cache\.retention_interval.*100: must be 0 or a multiple of 16"):
         pool("model=gemma3_12b", "cache.pool_tokens=160000", "cache.retention_interval=100")
+
+
+STATES = ("model.layers=4", "model.state_layers=2", "model.state_bytes=65536")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        (("cache.groups=off",), "with one group of layers hits end with its blocks, cache.block_size=16"),
+        (("model.layers=4", "model.window=64", "model.windowed_layers=2"), "beside aligned states"),
+        ((*STATES, "cache.groups=separate"), "in pages of one size"),
+        ((*STATES, "cache.states=every_block"), "beside aligned states"),
+        ((*STATES, "cache.prefix_match_unit=5"), "must divide the blocks of all groups, of 64 tokens"),
+    ],
+)
+def test_hits_inside_blocks_are_refused_where_vllm_has_none(overrides: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"cache.prefix_match_unit: .*{reason}"):
+        pool("cache.prefix_match_unit=8", *overrides)
+
+
+def test_hits_inside_blocks_are_replayed_by_the_core_and_the_record_has_their_unit() -> None:
+    unit = (*STATES, "cache.prefix_match_unit=8", "workload.num_requests=8", "decoding.beam_width=1")
+    record = run_point(config(*unit)).record
+    assert record.pool["groups"]["match_unit"] == record.pool["block_size"] == 8
+    assert record.pool["groups"]["layers"][0]["block_size"] == 64
+    with pytest.raises(ConfigError, match="layers keep states"):
+        check_compiled(resolve(config(*unit, "replay.compiled=always")))
 
 
 def test_pool_blocks_are_pages() -> None:

@@ -48,6 +48,10 @@ SETUPS = [
     GroupSetup(sets=(FULL, STATE), size=2, memory=6000),
     GroupSetup(sets=(FULL, STATE), size=2, memory=6000, interval=None),
     GroupSetup(sets=(FULL, SMALL), size=2, memory=6000, budget=40),
+    GroupSetup(sets=(FULL, STATE), memory=9000, unit=4),
+    GroupSetup(sets=(FULL, SMALL, LATENT), memory=9000, unit=8, interval=None),
+    GroupSetup(sets=(STATE, FULL), memory=9000, unit=2, preemption=SWAP, host=8000),
+    GroupSetup(sets=(FULL, STATE), memory=9000, unit=4, retention=Retention.none),
     GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=6000, states=StateMode.every_block, interval=None),
     GroupSetup(sets=(FULL, STATE), size=2, memory=3000, states=StateMode.none, caching=False),
     GroupSetup(sets=(LATENT, STATE, WINDOW), pages=SEPARATE, state_every=8, memory=4800),
@@ -116,8 +120,8 @@ def one_token_late(real: Callable[..., int]) -> Callable[..., int]:
 
 
 def lose_a_reference(real: Callable[..., None]) -> Callable[..., None]:
-    def open_hits(tables: Any, part: Any, table: list[int]) -> None:
-        real(tables, part, table)
+    def open_hits(tables: Any, part: Any, table: list[int], *source: int) -> None:
+        real(tables, part, table, *source)
         if tables.group.window is not None and table[part.held :]:
             tables.pool.release(table[-1:])
 
@@ -128,8 +132,16 @@ def hit_without_the_window_or_state(hits: Any, group: Any, index: int, tokens: i
     return tokens
 
 
-def hit_without_the_other_blocks(hits: Any, group: Any, index: int, tokens: int) -> int:
+def hit_without_the_other_blocks(hits: Any, group: Any, alike: Any, tokens: int) -> int:
     return tokens
+
+
+def named_one_token_early(real: Callable[..., None]) -> Callable[..., None]:
+    return lambda cache, part, end: real(cache, part, end + 1)
+
+
+def written_where_the_cache_names_it(tables: Any, block: int) -> bool:
+    return False
 
 
 def keys_of_any_group(pool: Any, hashes: Any) -> list[Any]:
@@ -206,6 +218,14 @@ PLANTED: list[tuple[str, Any, str, Callable[..., Any], bool]] = [
     ("a group's reference is lost", BlockTables, "open_hits", lose_a_reference, True),
     ("a hit without its window or state", GroupHits, "_last_run", hit_without_the_window_or_state, False),
     ("a hit of blocks that are not cached", GroupHits, "_leading", hit_without_the_other_blocks, False),
+    (
+        "a part of a block is named before it is written",
+        PrefixCache,
+        "cache_inside",
+        named_one_token_early,
+        True,
+    ),
+    ("a named state is written", BlockTables, "is_cached_state", written_where_the_cache_names_it, False),
     ("a block of one group found by another", PrefixCache, "_keys", keys_of_any_group, False),
     ("a block is cached before it is full", PrefixCache, "cache_upto", cached_before_it_is_full, True),
     ("a block behind the window is never released", BlockTables, "drop_behind", keep_what_is_gone, False),
@@ -503,7 +523,7 @@ def test_a_swapped_group_comes_back_with_the_pages_of_its_windows_alone() -> Non
         scheduler.commit(scheduler.schedule(), StepResult())
     manager, (group,) = scheduler.manager, scheduler.running
     (root,) = group.sequences
-    held = [len(part.pages()) for part in root.table.of]
+    held = [len([*filter(None, table)]) for table in root.table.groups]
     manager.swap_out(group)
     manager.swap_in(group)
     (saved, back) = manager.drain_swaps()
