@@ -211,7 +211,8 @@ class BlockTables:
             self.pool.share([source])
             self.sources[sequence] = source
         if held < len(table):
-            revived = self.pool.share(table[held:])
+            revived = len(self._unlisted(table[held:]))
+            revived += self.pool.share(table[held:])
             self.counters.blocks += revived
             self.counters.written += revived * self.block_slots
             self.counters.entries += len(table) - held
@@ -305,8 +306,10 @@ class BlockTables:
         table[-1] = copy
         if self.is_cached_state(source):
             self.copied.append(source)
-            return
-        self.pool.leave(source)
+            if self._unlisted([source]):
+                return
+        else:
+            self.pool.leave(source)
         self.counters.blocks += 1
         if self.keeps_states:
             self.counters.written += 1
@@ -347,8 +350,16 @@ class BlockTables:
         table = self.get(sequence)
         del self._live[sequence]
         self.drop(table, sequence.computed, sequence.held, sequence.request)
-        self.copied += filter(None, [self.sources.pop(sequence, NULL_BLOCK)])
+        if self.sources:
+            self.copied += filter(None, [self.sources.pop(sequence, NULL_BLOCK)])
         return table
+
+    def _unlisted(self, blocks: Sequence[int]) -> list[int]:
+        """Those of `blocks` that no table has, and that copies of this step refer to."""
+        if not self.copied:
+            return []
+        references = self.pool.references
+        return [block for block in blocks if 0 < references(block) == self.copied.count(block)]
 
     def release_copied(self) -> None:
         """The step is planned: the blocks that it copies may be taken from now on, in this order."""
@@ -394,6 +405,8 @@ class BlockTables:
         """
         dropped = self._blocks(table, first)
         gone = self.pool.release(dropped, first, request)
+        if self.copied:
+            gone = [block for block in dropped if block in gone or self._unlisted([block])]
         counters = self.counters
         counters.entries -= len(dropped)
         if not gone:
@@ -414,10 +427,10 @@ class BlockTables:
             if self._order is not None:
                 self._order.pushes_behind = behind
             dropped = self._blocks(table, first, last)
-            gone = self.pool.release(dropped)
+            gone = len(self.pool.release(dropped)) + len(self._unlisted(dropped))
             self.counters.entries -= len(dropped)
-            self.counters.blocks -= len(gone)
-            self.counters.written -= self.block_slots * len(gone)
+            self.counters.blocks -= gone
+            self.counters.written -= self.block_slots * gone
         table[held:skipped] = [NULL_BLOCK] * (skipped - held)
         sequence.held = skipped
 

@@ -44,6 +44,8 @@ class LayerGroups:
         self.states = [tables for tables in self._tables if tables.keeps_states]
         # keys of states that the step being scheduled writes
         self.fresh_states: set[BlockHash | None] = set()
+        # pages of K and V that it writes, from which token on, where hits may end inside a block
+        self.fresh_tokens: dict[int, int] = {}
         # pages that the rows of the group that is being scheduled need still
         self.expected = [0] * len(caches)
 
@@ -85,26 +87,24 @@ class LayerGroups:
     ) -> bool:
         """Whether `wanted` (branches, and tokens of each) fits, and the first chunk, which ends at `chunk_end`."""
         hit = self.hit_of(hits)
-        if self._writes_state_of(hit):
-            return False
         start = hit.units * self.layout.match_unit
+        if self._writes_state_of(hit) or self._writes_source_of(hit, start):
+            return False
         end = min(group.root_target, start + self.most_chunk) if chunk_end is None else chunk_end
         lasting: list[int] = []
         at_once: list[int] = []
-        stays = list(hit.pages)
-        for index, most in enumerate(self.needs(group.request, *wanted)):
-            tables = self._tables[index]
+        for tables, most in zip(self._tables, self.needs(group.request, *wanted), strict=True):
             had, inside = divmod(start, tables.block_size)
             if tables.aligned:  # the state that the first chunk ends with, and the copy that it begins with
                 new = 1 + (inside > 0)
-                lasting.append(min(most, wanted[0] - 1 + min(new, tables.blocks_of(wanted[1]) - had)))
+                states = wanted[0] - 1 + min(new, tables.blocks_of(wanted[1]) - had)
+                # the state of a hit is one of those for which `never_fits` has found room
+                lasting.append(min(states, most if inside or not had else most - 1))
                 at_once.append(min(new, tables.blocks_of(end) - had))
-                if not inside:  # the state of the hit is left when the first chunk has another
-                    stays[index] = []
                 continue
             lasting.append(max(0, most - had))
             at_once.append(max(0, tables.blocks_of(end) - had))
-        return self.pages.fits(lasting, stays, spare) and self.pages.fits(at_once, hit.pages, spare)
+        return all(self.pages.fits(needs, hit.pages, spare) for needs in (lasting, at_once))
 
     def _writes_state_of(self, hit: PrefixHit) -> bool:
         """Whether the step that is being scheduled writes a state that a hit ends with.
@@ -114,6 +114,16 @@ class LayerGroups:
         found = zip(self._tables, hit.pages, strict=True)
         ends = (tables.pool.hash_of(pages[-1]) for tables, pages in found if pages)
         return not self.fresh_states.isdisjoint(ends)
+
+    def _writes_source_of(self, hit: PrefixHit, tokens: int) -> bool:
+        """Whether that step writes K and V of the block inside which a hit of `tokens` ends.
+
+        The request waits for the next one then: blocks are copied before the step. vLLM 0.33 does not wait, and copies
+        what is not written yet.
+        """
+        found = zip(self._tables, hit.pages, strict=True)
+        ends = (pages[-1] for tables, pages in found if pages and tokens % tables.block_size)
+        return any(self.fresh_tokens.get(page, tokens) < tokens for page in ends)
 
     def open_hits(self, root: SequenceState, hits: Sequence[int]) -> None:
         """Open a table of `root` in each group, with the pages of a hit."""
@@ -176,7 +186,7 @@ class LayerGroups:
     def extend(self, row: ScheduledRow) -> int:
         """Take the pages of a row. What is generated is private, and cached when the sequence leaves it."""
         sequence, request = row.sequence, row.sequence.request
-        end = sequence.computed + row.query_len
+        start, end = sequence.computed, sequence.computed + row.query_len
         taken = self.grow(sequence, end + row.ahead)
         certain = min(end - row.drafts, request.prompt_tokens)
         for cache, part in zip(self._caches, tables_of(sequence).of, strict=True):
@@ -187,6 +197,11 @@ class LayerGroups:
             if cache.tables.keeps_states:
                 written = filter(None, [*part.table[before : part.cached_blocks], part.table[-1]])
                 self.fresh_states.update(set(map(cache.tables.pool.hash_of, written)) - {None})
+            elif self.layout.inside:
+                place, inside = divmod(start, cache.tables.block_size)
+                copied = {target for _, target in cache.tables.work.copies}
+                first = start - inside if part.table[place] in copied else start
+                self.fresh_tokens.update(dict.fromkeys(part.table[place:], first))
         return taken
 
     def advance(self, calendar: DecodeCalendar) -> None:

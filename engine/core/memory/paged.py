@@ -565,6 +565,7 @@ class PagedManager:
         """
         if self.groups is not None:
             self.groups.fresh_states.clear()
+            self.groups.fresh_tokens.clear()
             for cache in self.caches:
                 cache.tables.release_copied()
         copies, self.work.copies = self.work.copies, []

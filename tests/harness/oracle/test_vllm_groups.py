@@ -14,6 +14,7 @@ from tiers import tier
 from engine.core.memory.block_tables import BlockTables
 from engine.core.memory.eviction import CheckpointRule
 from engine.core.memory.group_layout import KVGroup
+from engine.core.memory.layer_groups import LayerGroups
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.prefix_cache import GroupHits, PrefixCache
 from engine.core.options import GroupKind
@@ -103,7 +104,9 @@ def ends_with_blocks(asked: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_workloads_are_scheduled_as_by_vllm(family: str) -> None:
+def test_random_workloads_are_scheduled_as_by_vllm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # the listed difference: vLLM 0.33 copies a block that the same step writes, ours waits for the next step
+    monkeypatch.setattr(LayerGroups, "_writes_source_of", lambda groups, hit, tokens: False)
     try:
         vllm_version(PYTHON)
     except ConfigError:

@@ -161,6 +161,26 @@ def test_a_request_waits_for_the_state_that_a_step_writes() -> None:
     assert plans[2].hit_tokens == 8
 
 
+def test_a_request_waits_for_the_block_that_a_step_writes_and_that_it_would_copy() -> None:
+    """The second finds the whole block of the first, which is written in the same step, and a state inside it."""
+    scheduler = scheduler_of()
+    served(scheduler, 0, range(30))
+    submit(scheduler, 1, range(60))
+    submit(scheduler, 2, [*range(32), 99, 99])
+    plans = run(scheduler)
+    assert [(plan.admitted, plan.hit_tokens) for plan in plans[:2]] == [([1], 28), ([2], 28)]
+
+
+def test_a_block_that_one_copies_and_another_hits_is_counted_once() -> None:
+    scheduler = scheduler_of()
+    served(scheduler, 0, range(14))
+    served(scheduler, 1, range(40))
+    submit(scheduler, 2, [*range(20), 99, 99])  # copies the first block behind the state of the first prompt
+    submit(scheduler, 3, range(40))
+    plans = run(scheduler)
+    assert (plans[0].admitted, plans[0].hit_tokens) == ([2, 3], 12 + 36)
+
+
 def test_the_copy_counts_where_it_is_asked_whether_a_request_can_ever_be_served() -> None:
     needs = 2 + 2 * 2  # of 27 tokens: two blocks, and two states of each group
     scheduler = scheduler_of(pages=needs)
