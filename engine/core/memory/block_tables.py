@@ -211,8 +211,9 @@ class BlockTables:
             self.pool.share([source])
             self.sources[sequence] = source
         if held < len(table):
-            revived = len(self._unlisted(table[held:]))
-            revived += self.pool.share(table[held:])
+            blocks = table[held:]
+            unlisted = self._unlisted(blocks) if self.copied else ()
+            revived = self.pool.share(blocks) + len(unlisted)
             self.counters.blocks += revived
             self.counters.written += revived * self.block_slots
             self.counters.entries += len(table) - held
@@ -356,8 +357,6 @@ class BlockTables:
 
     def _unlisted(self, blocks: Sequence[int]) -> list[int]:
         """Those of `blocks` that no table has, and that copies of this step refer to."""
-        if not self.copied:
-            return []
         references = self.pool.references
         return [block for block in blocks if 0 < references(block) == self.copied.count(block)]
 
@@ -427,7 +426,8 @@ class BlockTables:
             if self._order is not None:
                 self._order.pushes_behind = behind
             dropped = self._blocks(table, first, last)
-            gone = len(self.pool.release(dropped)) + len(self._unlisted(dropped))
+            gone = len(self.pool.release(dropped))
+            gone += len(self._unlisted(dropped)) if self.copied else 0
             self.counters.entries -= len(dropped)
             self.counters.blocks -= gone
             self.counters.written -= self.block_slots * gone
