@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
+from itertools import takewhile
 
-from engine.core.identity import TokenIdentity
-from engine.core.options import Decoding, HashAlgorithm
+from engine.core.identity import BlockHash, TokenIdentity
+from engine.core.options import CachePolicy, Decoding, HashAlgorithm
 from engine.core.plan import IntArray
 from engine.core.request import Request
 from engine.runtime.errors import ModelError
@@ -29,6 +30,7 @@ from harness.replay.recorder import MeasuredRun, PlanRecording
 from harness.workload.deployment import Deployment
 from harness.workload.point import Point
 from harness.workload.simulate import Observe, new_log, replay_point
+from traces.analysis.reuse import shared_prefix_tokens
 from traces.tokens import answer_ids, token_ids
 from traces.trace import TraceRequest
 
@@ -115,7 +117,21 @@ def measure(
         )
     log = kept.log(**beside)
     log = same.as_measured(log) if same else log
-    return MeasuredRun(log, recording, runner.audits, middle(yardstick.readings) if yardstick else None)
+    readings = middle(yardstick.readings) if yardstick else None
+    return MeasuredRun(log, recording, runner.audits, readings, alike=_alike_by_chance(point, identities))
+
+
+def _alike_by_chance(point: Point, identities: Mapping[int, TokenIdentity]) -> int:
+    """Prompts that begin with more blocks of an earlier one than their keys say: of few token ids some are equal."""
+    cache, trace, size = point.deployment.cache, point.workload.trace, point.pool.block_size
+    if cache.policy is not CachePolicy.paged or not cache.prefix_caching or cache.answers:
+        return 0
+    seen, count = set[BlockHash](), 0
+    for row, tokens in zip(trace.requests, shared_prefix_tokens(trace), strict=True):
+        hashes = identities[row.request_id].prompt_hashes(size)
+        count += len(list(takewhile(seen.__contains__, hashes))) > tokens // size
+        seen.update(hashes)
+    return count
 
 
 def _identity(

@@ -109,7 +109,9 @@ def _counts(point: Point, runs: Sequence[MeasuredRun]) -> dict[str, Any]:
         except RecordingEndedError:
             first = len(measured)
         if first is not None:
-            return {"identical": False, "steps": steps, "first_difference": f"run {number}, step {first}"}
+            chance = f": {run.alike} of the prompts begin by chance with ids of others, whose blocks the engine hits"
+            where = f"run {number}, step {first}" + (chance if run.alike else "")
+            return {"identical": False, "steps": steps, "first_difference": where}
     return {"identical": True, "steps": steps, "first_difference": None}
 
 

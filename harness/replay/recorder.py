@@ -404,6 +404,7 @@ class MeasuredRun:
 
     `yardstick_s` are the median seconds of the yardstick's parts (`harness.measure.engine`); None without one.
     `compared` says in how many steps another engine, which ran them, decided as ours; None on our own engine.
+    `alike` are the prompts whose leading blocks of token ids an earlier one had, although the trace does not say so.
     """
 
     log: RunLog
@@ -411,6 +412,7 @@ class MeasuredRun:
     audits: int
     yardstick_s: tuple[float, ...] | None = None
     compared: Mapping[str, Any] | None = None
+    alike: int = 0
 
     @property
     def clocked_s(self) -> FloatArray:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -66,6 +67,16 @@ def crowded(config: RunConfig) -> RunConfig:
 
 
 MODES = [greedy, beams, samples, contiguous_beams, crowded]
+
+
+def test_prompts_that_begin_alike_by_chance_are_named_where_counts_differ(cache_dir: Path) -> None:
+    config = small_config(cache_dir)
+    config.cache.block_size, config.model.vocab = 1, 40
+    counts = run_point(config).record.levels["counts"]
+    assert not counts["identical"]
+    assert re.search(
+        r"step \d+: [1-9]\d* of the prompts begin by chance with ids", counts["first_difference"]
+    )
 
 
 @cases("mode", MODES, day=(beams, crowded))
