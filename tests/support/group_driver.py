@@ -1,11 +1,13 @@
 """Caches with groups for `core_driver`, beside a model that stores what every slot and state depends on."""
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 from slot_model import SlotModel
 
 from engine.core.memory.block_pool import NULL_BLOCK
 from engine.core.memory.block_tables import GroupTables
+from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
 from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, layer_groups
@@ -108,8 +110,17 @@ class GroupSlotModel(SlotModel):
             self.groups[live[page]].unit_bytes // self.slot_bytes for page, _ in self.slots if page in live
         )
         assert found == plan.usage.token, (found, plan.usage)
+        of_group = Counter(live[page] if page in live else self.group_of(page) for page, _ in self.slots)
+        assert [of_group[index] for index in range(len(self.groups))] == plan.usage.written_units()
         cached = {page for page, _ in self.slots} - live.keys()
         assert sum(map(self.pages.page_bytes, cached)) == plan.usage.cached * self.slot_bytes, plan.usage
+
+    def group_of(self, page: int) -> int:
+        """The group of a cached page, by its key."""
+        if isinstance(self.pages, ChunkPages):
+            return self.pages.hash_of(page)[0]
+        pools = (share.pool for share in self.pages.shares)
+        return next(pool for pool in pools if page <= pool.offset + pool.num_blocks).hash_of(page)[0]
 
     @staticmethod
     def tables(row: Row) -> GroupTables:

@@ -415,8 +415,10 @@ class BlockTables:
         if gone[-1] == table[-1] and not self.keeps_states:
             counters.written += len(table) * self.block_size - computed
             counters.blocks_dropped(gone)
-            if isinstance(self.pool, BlockPool) and isinstance(self.pool.hash_of(gone[-1]), InnerHash):
-                self.pool.filled[gone[-1]] = computed - (len(table) - 1) * self.block_size
+        if self.group is not None and not self.keeps_states and isinstance(self.pool, BlockPool):
+            for place, block in enumerate(dropped, first):
+                if isinstance(self.pool.hash_of(block), InnerHash) and block in gone:
+                    self.pool.filled[block] = min(self.block_size, computed - place * self.block_size)
 
     def drop_behind(self, sequence: GroupTable, skipped: int) -> None:
         """Drop the references to full blocks before entry `skipped`, which its window has left."""
