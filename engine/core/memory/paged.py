@@ -478,10 +478,7 @@ class PagedManager:
         else:
             self.groups.expected = [0] * len(counts)
             taken = self.groups.take(counts, group.request)
-        parts, private = self._by_group(group), self._new_numbers(group.request)
-        for part in (part for own in parts for part in own):
-            part.private = private
-        self.swapper.swap_in(group, parts, taken)
+        self.swapper.swap_in(group, self._by_group(group), taken)
 
     def forget_swapped(self, group: Group) -> None:
         """Free the host blocks of a swapped group that will not come back."""

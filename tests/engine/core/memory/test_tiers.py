@@ -14,7 +14,7 @@ from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.eviction import LruQueue, Released
 from engine.core.memory.eviction_rules import new_policy
 from engine.core.memory.tiers import HostBlocks, Tier, TierHit, Tiers, TierSpec
-from engine.core.options import Eviction, TierLoad, TierStore
+from engine.core.options import Eviction, Preemption, TierLoad, TierStore
 from engine.core.plan import StepPlan
 from traces.reading import read_trace
 
@@ -227,6 +227,26 @@ def test_chunks_are_found_and_read_as_a_whole() -> None:
     assert (found, below(scheduler).tiers[0].read) == (5, 2)
     assert load_s == pytest.approx(2 * (1e-4 + 3e-3))
     walk(3, TierStore.written, chunk=2)
+
+
+@pytest.mark.parametrize("store", list(TierStore))
+def test_a_prompt_that_was_swapped_is_written_to_a_tier_once_also_without_a_key(store: TierStore) -> None:
+    written = []
+    for key in (7, None):
+        policy = new_policy(Eviction.lru)
+        host = Tiers([Tier(TierSpec("host", 100), LruQueue())], policy.facts, store=store)
+        manager = PagedManager(9, SIZE, eviction=policy, tiers=host, host_blocks=20)
+        scheduler = Scheduler(manager, SchedulerLimits(8, 8, preemption=Preemption.swap))
+        for rid in range(4):
+            submit(scheduler, rid, ([(key and key + rid, 12)], 16))
+        swapped = 0
+        while scheduler.has_work:
+            plan = scheduler.schedule()
+            swapped += len(plan.preempted)
+            scheduler.commit(plan, StepResult())
+        assert swapped
+        written.append(host.tiers[0].written)
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize(("token_s", "loaded"), [(1e-3, 6), (1e-5, 0)])
