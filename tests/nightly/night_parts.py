@@ -1,4 +1,5 @@
-"""The night in parts, each of about ten minutes on two cores. One part after the other, each in processes of its own.
+"""The night in parts, each of about ten minutes on two cores, that of Triton's interpreter of half an hour. One part
+after the other, each in processes of its own.
 
     python tests/nightly/night_parts.py                  # all; `make nightly`
     python tests/nightly/night_parts.py 3/10 fuzz        # these; `make nightly NIGHT="3/10 fuzz"`
@@ -7,7 +8,7 @@
 The tests are split by file, so that what the tests of a file share is made once: the files that take long (SECONDS)
 one after the other to the part with the least, then all others by their number of lines. Each part that ends leaves a
 line in `build/nights.tsv`: when it began, commit, part, passed or failed, CPU-seconds, and the seed of the day, which
-brings the same draws back (`PAGETWIN_SEED`).
+brings the same draws back (`PAGETWIN_SEED`). A test that hangs ends its part after two hours, with its name and stack.
 """
 
 import os
@@ -26,18 +27,35 @@ SEED = os.environ.get("PAGETWIN_SEED", str(datetime.now(UTC).toordinal()))  # as
 PARTS = 10  # of the tests
 LINES_A_SECOND = 40  # of a file that is not among SECONDS
 SECONDS = {  # CPU-seconds of a night, where they were measured and are many
+    "test_triton.py": 1900,  # Triton's interpreter, one test of 1,550
+    "test_ptx_kernels.py": 1000,
+    "test_families.py": 660,
+    "test_measured_tiers.py": 500,
+    "test_tiers.py": 450,
     "test_beam_grid.py": 300,
     "test_groups.py": 250,
-    "test_plan.py": 150,
-    "test_compose.py": 150,
+    "test_eviction_rules.py": 250,
+    "test_compiled_groups.py": 220,
+    "test_compiled.py": 150,
+    "test_plan.py": 130,
+    "test_random_walks.py": 120,
     "test_fit.py": 110,
+    "test_compose.py": 100,
     "test_point.py": 60,
     "test_figures.py": 60,
     "test_fuzz.py": 50,
     "test_many_clients.py": 40,
+    "test_compiled_tiers.py": 40,
+    "test_compiled_choice.py": 40,
+    "test_determinism.py": 40,
+    "test_chosen_figure.py": 40,
+    "test_gate_cpu.py": 40,
+    "test_reuse.py": 30,
+    "test_odd_requests.py": 30,
     "test_kernel_runs.py": 30,
     "test_fast_forward.py": 30,
 }
+HANGS = "--max-worker-restart 0 -o faulthandler_timeout=7200 -o faulthandler_exit_on_timeout=true"
 OTHERS = {
     "gate": "-m harness gate --layer resource",
     "fuzz": "tests/nightly/fuzz_traces.py -max_total_time=600 -rss_limit_mb=4000",
@@ -70,7 +88,7 @@ def run(part: str) -> bool:
     if part in OTHERS:
         words = OTHERS[part].split()
     else:
-        words = ["-m", "pytest", "-n", "auto", *files_of(*map(int, part.split("/")))]
+        words = ["-m", "pytest", "-n", "auto", *HANGS.split(), *files_of(*map(int, part.split("/")))]
         environment["PAGETWIN_NIGHTLY"] = "1"
     clock = time.monotonic()
     code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=False).returncode

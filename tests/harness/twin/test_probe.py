@@ -153,9 +153,9 @@ def test_the_scheduler_decides_as_without_the_probe(
     def decisions(flags: dict[str, str]) -> list[Any]:
         with VllmProcess(PYTHON) as process:
             process.begin({**settings, "flags": flags})
-            found = [process.step(requests)]
+            found = [process.step({"submit": requests})]
             while found[-1].running:
-                found.append(process.step([]))
+                found.append(process.step({"submit": []}))
         return found
 
     assert decisions({"scheduler_cls": "pagetwin_probe.Scheduler"}) == decisions({})
