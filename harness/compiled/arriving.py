@@ -83,22 +83,35 @@ def take_arrivals(state: ReplayState) -> None:
 @called
 def pass_entrance(state: ReplayState) -> None:
     """What is due by the time that the next step sees is sent where it may be, and comes through the front end."""
-    at, entrance, inside, lane = state.at, state.entrance, state.entrance.inside, state.requests.lane
-    while next_sent(state) <= at[ENTRY.seen]:
-        sent_ns = next_sent(state)
-        request = pop(state.arriving, at[ENTRY.due])
-        state.inputs.arrival_ns[request] = sent_ns
-        take_turns(state, sent_ns)
-        entrance.request[at[ENTRY.sent]] = request
-        entrance.done_ns[at[ENTRY.sent]] = at[ENTRY.done] + entrance.turn_ns
-        at[ENTRY.due] -= 1
-        at[ENTRY.sent] += 1
-        at[ENTRY.turning] += 1
-    take_turns(state, at[ENTRY.seen])
+    at, inside, lane = state.at, state.entrance.inside, state.requests.lane
+    enter(state, at[ENTRY.seen])
     while at[ENTRY.inside] and inside.key[0] <= at[ENTRY.seen]:
         lane[at[ENTRY.coming]] = pop(inside, at[ENTRY.inside])
         at[ENTRY.inside] -= 1
         at[ENTRY.coming] += 1
+
+
+@called
+def enter(state: ReplayState, until_ns: int) -> None:
+    """What is due by then is sent where it may be, and has its turn of the front end."""
+    at, entrance = state.at, state.entrance
+    while next_sent(state) <= until_ns:
+        sent_ns, number = next_sent(state), at[ENTRY.sent]
+        request = pop(state.arriving, at[ENTRY.due])
+        state.inputs.arrival_ns[request] = sent_ns
+        takes_ns = np.rint(entrance.varied_ns[number] + entrance.token_ns[request])
+        leaves_ns = take_turn(state, sent_ns) + int(min(takes_ns, _LATEST_NS))
+        push(entrance.inside, at[ENTRY.inside], leaves_ns, number, request)
+        at[ENTRY.due] -= 1
+        at[ENTRY.sent] += 1
+        at[ENTRY.inside] += 1
+
+
+@called
+def take_turn(state: ReplayState, from_ns: int) -> int:
+    """When the thread of the front end is done with what comes to it at `from_ns`."""
+    state.at[ENTRY.free] = max(state.at[ENTRY.free], from_ns) + state.entrance.turn_ns
+    return int(state.at[ENTRY.free])
 
 
 @called
@@ -110,34 +123,6 @@ def next_sent(state: ReplayState) -> int:
         return FOREVER
     due_ns = state.arriving.key[0]
     return int(due_ns if makes_room < 0 else max(due_ns, entrance.free_ns[makes_room]))
-
-
-@called
-def take_turns(state: ReplayState, until_ns: int) -> None:
-    """Let the thread of the front end work; of what it shares, less than a nanosecond for each is left over."""
-    at, entrance = state.at, state.entrance
-    while at[ENTRY.turning] and turns_end(state) <= until_ns:
-        number = at[ENTRY.sent] - at[ENTRY.turning]
-        at[ENTRY.worked], at[ENTRY.done] = turns_end(state), entrance.done_ns[number]
-        request = entrance.request[number]
-        takes_ns = np.rint(entrance.varied_ns[number] + entrance.token_ns[request])
-        leaves_ns = at[ENTRY.worked] + int(min(takes_ns, _LATEST_NS))
-        push(entrance.inside, at[ENTRY.inside], leaves_ns, number, request)
-        at[ENTRY.inside] += 1
-        at[ENTRY.turning] -= 1
-    works_ns = max(0, until_ns - at[ENTRY.worked])
-    if at[ENTRY.turning]:
-        at[ENTRY.done] += works_ns // at[ENTRY.turning]
-        works_ns -= works_ns % at[ENTRY.turning]
-    at[ENTRY.worked] += works_ns
-
-
-@called
-def turns_end(state: ReplayState) -> int:
-    """When the first request has had its turns, if no other comes."""
-    at = state.at
-    left_ns = state.entrance.done_ns[at[ENTRY.sent] - at[ENTRY.turning]] - at[ENTRY.done]
-    return int(at[ENTRY.worked] + left_ns * at[ENTRY.turning])
 
 
 @called
@@ -184,6 +169,8 @@ def note_end(state: ReplayState, request: int, at_ns: int) -> None:
     """`request` has finished, or was rejected."""
     at, inputs, waits_for = state.at, state.inputs, state.inputs.waits_for
     if len(state.entrance.free_ns):
+        enter(state, at_ns)
+        at_ns = take_turn(state, at_ns)
         state.entrance.free_ns[at[ENTRY.ended]] = at_ns + state.entrance.pause_ns
     state.requests.ended[at[ENTRY.ended]] = request
     at[ENTRY.ended] += 1
@@ -204,8 +191,6 @@ def next_arrival(state: ReplayState) -> int:
     found_ns = next_sent(state)
     if at[ENTRY.inside]:
         found_ns = min(found_ns, inside.key[0])
-    if at[ENTRY.turning]:
-        found_ns = min(found_ns, turns_end(state))
     if found_ns < FOREVER:
         return int(found_ns)
     if at[ENTRY.arrived] == at[ENTRY.coming]:

@@ -58,9 +58,7 @@ _ENTRIES = (
     "gone",  # of those, preempted in the step under way
     "entered",  # requests that have entered the batch
     "sent",  # requests that the client has sent, where they pass `ReplayState.entrance`
-    "turning",  # of those, taking turns in the front end
-    "done",  # ns that its thread has worked for each that was there all the time
-    "worked",  # ns until which that is counted
+    "free",  # ns until which the thread of the front end is busy
     "inside",  # requests in `Entrance.inside`
 )
 ENTRY: Any = namedtuple("ENTRY", _ENTRIES)(*range(len(_ENTRIES)))
@@ -286,9 +284,9 @@ class Entrance(NamedTuple):
     """How requests that are due come to the scheduler: the cap of a client (`Capped`), and a server's `FrontEnd`.
 
     A client has at most `most` in flight; `free_ns` is when each end makes room for one more, in order. What follows is
-    of the front end, whose times are 0 where there is none: by the order in which requests come to it, `varied_ns`
-    (`harness.replay.arrivals`), the request, and what the thread has done for each at the end of its turns; `token_ns`
-    by request. Each is `[requests]`, or empty where all come at given times. `inside` has had its turns.
+    of the front end, whose times are 0 where there is none: `varied_ns` (`harness.replay.arrivals`) by the order in
+    which requests come to it, `token_ns` by request. Each is `[requests]`, or empty where all come at given times.
+    `inside` has had its turn.
     """
 
     most: int
@@ -297,8 +295,6 @@ class Entrance(NamedTuple):
     varied_ns: FloatArray
     token_ns: FloatArray
     free_ns: IntArray
-    request: IntArray
-    done_ns: IntArray
     inside: Heap
 
 
@@ -510,7 +506,7 @@ def new_state(
         drafting,
         Batch(*_columns(len(Batch._fields), 2 * rows if rules.ahead else rows)),
         states,
-        Heap(*_columns(3, len(entrance.request))),
+        Heap(*_columns(3, len(entrance.free_ns))),
         entrance,
         Heap(*_columns(3, num_requests if rules.ordered else 0)),
         Heap(*_columns(3, num_requests if rules.swaps else 0)),
@@ -624,7 +620,7 @@ def new_entrance(inputs: RequestInputs, client: Client, front: FrontTimes | None
         times.turn_ns,
         np.fromiter(islice(varied_ns(times.request_ns), count), np.float64, count),
         times.token_ns * inputs.prompt[:count].astype(np.float64),
-        *_columns(3, count),
+        *_columns(1, count),
         Heap(*_columns(3, count)),
     )
 

@@ -257,7 +257,9 @@ _VARIES = 0.15
 
 
 class FrontTimes(NamedTuple):
-    """What a front end takes: of its one thread for a request, and beside the others for it and each of its tokens."""
+    """What a front end takes: of its one thread for a request or an answer, and beside the others for a request and
+    each of its tokens.
+    """
 
     request_ns: int
     token_ns: float
@@ -274,68 +276,54 @@ def varied_ns(request_ns: int) -> Iterator[float]:
 class FrontEnd:
     """The requests of `source`, seen by the scheduler later: a server parses and tokenises each before.
 
-    One thread takes `turn_ns` for each request. It serves all that are there by turns, as an event loop does, so that
-    requests that come together leave together, after the turns of all. Then each takes `request_ns`, and `token_ns` for
-    each token of its prompt, beside the others; the first of these varies by chance (`_VARIES`). It still arrives when
-    it was sent.
+    One thread takes `turn_ns` for each request that comes and for each answer that ends, one after another: answers
+    that end in one step reach their clients one by one, and so do the requests that follow them reach the scheduler.
+    Then each request takes `request_ns`, and `token_ns` for each token of its prompt, beside the others; the first of
+    these varies by chance (`_VARIES`). It still arrives when it was sent.
     """
 
     def __init__(self, source: Arrivals, request_ns: int, token_ns: float, turn_ns: int = 0) -> None:
         self.total = source.total
         self._source = source
         self._varied_ns, self._token_ns, self._turn_ns = varied_ns(request_ns), token_ns, turn_ns
-        # What the thread has done for each that was there all the time, until `_at_ns`; and who leaves it at how much.
-        self._done_ns = self._at_ns = 0
-        self._served: deque[tuple[int, TimedRequest]] = deque()
-        self._number = 0
+        self._free_ns = self._number = 0  # until when the thread is busy; requests that it has seen
         self._inside: list[tuple[int, int, TimedRequest]] = []  # by the time at which each leaves the server
 
     def next_ns(self) -> int | None:
-        """When the next request leaves, or may enter, or has had its turns."""
+        """When the next request leaves, or may enter."""
         due = self._source.next_ns()
         times = [] if due is None else [due]
         times += [self._inside[0][0]] if self._inside else []
-        times += [self._turns_end_ns()] if self._served else []
         return min(times, default=None)
 
     def take(self, now_ns: int) -> list[TimedRequest]:
         """The requests that have left by now, in order of that."""
-        for timed in self._source.take(now_ns):
-            self._serve(timed.arrival_ns)
-            self._served.append((self._done_ns + self._turn_ns, timed))
-        self._serve(now_ns)
+        self._enter(now_ns)
         through: list[TimedRequest] = []
         while self._inside and self._inside[0][0] <= now_ns:
             through.append(heappop(self._inside)[2])
         return through
 
-    def _turns_end_ns(self) -> int:
-        """When the first request has had its turns, if no other comes."""
-        return self._at_ns + (self._served[0][0] - self._done_ns) * len(self._served)
-
-    def _serve(self, until_ns: int) -> None:
-        """Let the thread work; of what it shares, less than a nanosecond for each is left over."""
-        while self._served and (leaves_ns := self._turns_end_ns()) <= until_ns:
-            self._done_ns, timed = self._served.popleft()
-            self._at_ns = leaves_ns
+    def _enter(self, now_ns: int) -> None:
+        for timed in self._source.take(now_ns):
             delay = round(next(self._varied_ns) + self._token_ns * timed.request.prompt_tokens)
-            heappush(self._inside, (leaves_ns + delay, self._number, timed))
+            heappush(self._inside, (self._turn(timed.arrival_ns) + delay, self._number, timed))
             self._number += 1
-        worked_ns = max(0, until_ns - self._at_ns)
-        left_ns = 0
-        if self._served:
-            each_ns, left_ns = divmod(worked_ns, len(self._served))
-            self._done_ns += each_ns
-        self._at_ns += worked_ns - left_ns
+
+    def _turn(self, from_ns: int) -> int:
+        """When the thread is done with what comes to it at `from_ns`."""
+        self._free_ns = max(self._free_ns, from_ns) + self._turn_ns
+        return self._free_ns
 
     def ended(self, request_id: int, now_ns: int) -> None:
-        """The source is told."""
-        self._source.ended(request_id, now_ns)
+        """The client, which is the source, has the answer after the turns of all that came before."""
+        self._enter(now_ns)
+        self._source.ended(request_id, self._turn(now_ns))
 
     def left(self) -> list[Request]:
         """The requests that the scheduler has not seen."""
         inside = [timed.request for *_, timed in sorted(self._inside, key=lambda one: one[:2])]
-        return [*inside, *(timed.request for _, timed in self._served), *self._source.left()]
+        return [*inside, *self._source.left()]
 
 
 class Resubmitter(Protocol):

@@ -22,7 +22,7 @@ from harness.point.bands import decode_step_s
 from harness.store.atomic import write_files
 from harness.twin.configured import UNSAID, Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
-from harness.twin.prediction import Errors, PredictedRun, errors_by_part, errors_of, predictor
+from harness.twin.prediction import Errors, PredictedRun, compared, errors_by_part, errors_of, predictor
 from harness.twin.refits import with_refits
 from harness.twin.residuals import (
     CONSTANTS,
@@ -116,6 +116,8 @@ def requests_to_fit(log: EngineLog) -> IntArray:
             "compares it with the device's description"
         )
     count = min(max(round(0.25 * requests), 30), 400, requests - 10)
+    if log.assumes_pauses:  # nor does it tell which requests came first
+        return np.linspace(0, requests - 1, count).astype(np.int64)
     running = log.requests.under_way(log.requests.first_token_s)[0]
     grows = running.max() >= 2 * running[:count].max()
     if not grows or requests > _MOST_IN_WINDOWS or log.steps is not None:
@@ -169,18 +171,12 @@ def fit_device(
     regression = StepResiduals(steps, config, progress) if steps is not None else None
     problem = regression or Residuals(log, config, chosen, progress)
     zero = np.zeros(len(problem.constants))
-    start = problem.start()
-    # The search has its origin at the start: the first step is as long as that is far from it, or 1.
-    found = least_squares(
-        lambda moved: problem.residuals(start + moved),  # type: ignore[misc]
-        zero,
-        jac=lambda moved: problem.jacobian(start + moved),  # type: ignore[misc]
-        bounds=(problem.scaled_low - start, problem.scaled_high - start),
-        max_nfev=_ROUNDS,
-        ftol=1e-4,
-    )
+    place, cost = _searched(problem, problem.start())
+    again = problem.start(place)
+    if (again != place).any():  # what the priors took for the front end may have been the device's
+        place, cost = min((place, cost), _searched(problem, again), key=lambda one: one[1])
     whole = predictor(config, log.workload)
-    place = problem.without_idle(start + found.x)
+    place = problem.without_idle(place)
     device = with_refits(problem, place)
     before, after = whole(problem.device(zero)), whole(device)
     device = replace(device, seen=_seen(config, device, log, after, chosen))
@@ -203,9 +199,23 @@ def fit_device(
         time.process_time() - began,
         after,
         kept,
-        float(found.cost),
+        cost,
         "" if regression is None else regression.said(place),
     )
+
+
+def _searched(problem: FitProblem, start: FloatArray) -> tuple[FloatArray, float]:
+    """The place of the least cost near `start`, and that cost."""
+    # The search has its origin at the start: the first step is as long as that is far from it, or 1.
+    found = least_squares(
+        lambda moved: problem.residuals(start + moved),  # type: ignore[misc]
+        np.zeros_like(start),
+        jac=lambda moved: problem.jacobian(start + moved),  # type: ignore[misc]
+        bounds=(problem.scaled_low - start, problem.scaled_high - start),
+        max_nfev=_ROUNDS,
+        ftol=1e-4,
+    )
+    return start + found.x, float(found.cost)
 
 
 def _of_quarters(found: PredictedRun, log: EngineLog, chosen: IntArray) -> float:
@@ -367,7 +377,8 @@ def log_of_pauses(log: EngineLog, config: RunConfig, chosen: IntArray) -> tuple[
     costs = {}
     for more_s in _PAUSES_S:
         paused = _paused(log, more_s)
-        ours = predictor(config, paused.workload)(config.device).ttft_s(log.requests)[chosen]
+        found = predictor(config, paused.workload)(config.device)
+        ours = compared(found, log.requests, ordered=False)[0][chosen]
         costs[more_s] = float(np.square(robust(np.log(ours / log.requests.ttft_s[chosen]), 0.1)).sum())
     best = min(costs, key=lambda more_s: costs[more_s])
     best = best if costs[best] < _CLEARLY * costs[0.0] else 0.0

@@ -205,10 +205,37 @@ class Errors:
         )
 
 
+def compared(
+    predicted: PredictedRun, measured: LoggedRequests, *, ordered: bool
+) -> tuple[FloatArray, FloatArray]:
+    """The predicted seconds to the first token and per token that stand beside those of each measured request.
+
+    Where the order in which requests were sent is not known (`ordered=False`), those that ran `together` are compared
+    by rank: the shortest time of ours beside the shortest measured one.
+    """
+    ttft, tpot = predicted.ttft_s(measured), predicted.tpot_s[: len(measured)]
+    if ordered:
+        return ttft, tpot
+    group = together(measured)
+    return _by_rank(ttft, measured.ttft_s, group), _by_rank(tpot, measured.tpot_s, group)
+
+
+def together(measured: LoggedRequests) -> IntArray:
+    """A number for each request: that of the requests that ran with nothing in flight before and after them."""
+    apart = measured.entered_s[1:] >= np.maximum.accumulate(measured.last_token_s)[:-1]
+    return np.concatenate([[0], np.cumsum(apart)])
+
+
+def _by_rank(ours: FloatArray, theirs: FloatArray, group: IntArray) -> FloatArray:
+    found = np.empty_like(ours)
+    found[np.lexsort((theirs, group))] = ours[np.lexsort((ours, group))]
+    return found
+
+
 def errors_of(predicted: PredictedRun, log: EngineLog, chosen: slice | IntArray) -> Errors:
     """The errors over the requests of a slice, or at places, in order of their entry."""
     measured = log.requests
-    ttft, tpot = predicted.ttft_s(measured)[chosen], predicted.tpot_s[chosen]
+    ttft, tpot = (each[chosen] for each in compared(predicted, measured, ordered=not log.assumes_pauses))
     true_ttft, true_tpot = measured.ttft_s[chosen], measured.tpot_s[chosen]
     ours, theirs = figures_of_times(ttft, tpot), figures_of_times(true_ttft, true_tpot)
     errors = {name: ours[name] / true - 1 if true > 0 else nan for name, true in theirs.items()}

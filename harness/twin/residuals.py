@@ -17,7 +17,7 @@ from harness.config.errors import UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
 from harness.twin.client import BoolArray
 from harness.twin.log import EngineLog, FloatArray, IntArray
-from harness.twin.prediction import predictor
+from harness.twin.prediction import compared, predictor, together
 from traces.trace import OPEN
 
 # Called after each simulation with how many there were and the cost so far.
@@ -84,7 +84,7 @@ FRONT_END_CONSTANTS = (
 )
 # Only a client that sends when answers end sends several requests at once, which take turns. It is what one thread
 # computes, whatever the way to it: a server with 5 ms could serve 200 requests a second.
-TURN_CONSTANT = Constant("frontend_turn_us", 1000.0, 0.0, 10_000.0, linear=True, step=0.2)
+TURN_CONSTANT = Constant("frontend_turn_us", 2000.0, 0.0, 10_000.0, linear=True, step=0.2)
 
 PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.
@@ -94,7 +94,10 @@ _TPOT_TOLERANCE, _TTFT_TOLERANCE = 0.03, 0.1
 # A constant of the front end that lowers the sum of squares by less is none (Akaike's criterion).
 _EXPLAINS = 2.0
 # Microseconds of a front end from which a search may begin: its time to first token goes in steps, not in slopes.
-_STARTS = {"frontend_request_us": (250.0, 3000.0, 8000.0), "frontend_turn_us": (100.0, 300.0, 1000.0)}
+_STARTS = {
+    "frontend_request_us": (250.0, 1500.0, 3000.0, 5000.0, 8000.0),
+    "frontend_turn_us": (100.0, 400.0, 800.0, 1500.0, 2500.0),
+}
 
 
 def constants_of_log(log: EngineLog, config: RunConfig) -> tuple[Constant, ...]:
@@ -138,9 +141,11 @@ class FitProblem(ABC):
     def errors(self, scaled: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Logarithms of predicted over measured time of each unit: per token or step, and to the first token."""
 
-    def start(self) -> FloatArray:
-        """Where the search begins: at the priors, beside one that is a bound: on it the search cannot move."""
-        return np.array([0.5 * one.step * one.linear for one in self.constants])
+    def start(self, found: FloatArray | None = None) -> FloatArray:
+        """Where the search begins: at the priors, beside one that is a bound: on it the search cannot move; or again,
+        at what it `found`.
+        """
+        return np.array([0.5 * one.step * one.linear for one in self.constants]) if found is None else found
 
     def device(self, scaled: FloatArray) -> DeviceConfig:
         """The device at a place of the search."""
@@ -197,7 +202,7 @@ class Residuals(FitProblem):
         self, log: EngineLog, config: RunConfig, chosen: IntArray, progress: Progress | None
     ) -> None:
         super().__init__(constants_of_log(log, config), config.device, progress)
-        self._chosen = chosen
+        self._chosen, self._ordered = chosen, not log.assumes_pauses
         self._measured = log.requests.take(chosen)
         last_s = float(self._measured.last_token_s.max())
         # Later requests may have entered before the last of the fitted ones had ended. A client that waits sends more
@@ -220,18 +225,18 @@ class Residuals(FitProblem):
                 f"of most of the {len(chosen)} fitted requests the first token comes at the arrival and the last "
                 "with it: the log has no durations that a fit could learn from"
             )
-        self._begun = _begun(log, chosen)
+        self._begun, self._together = _begun(log, chosen), together(self._simulated)[chosen]
         self._weight = float(np.sqrt(min(1.0, _EFFECTIVE / len(chosen))))
 
-    def start(self) -> FloatArray:
-        """Where the search begins: at the priors, with the front end of `_STARTS` that is nearest to the log."""
-        at_priors = super().start()
+    def start(self, found: FloatArray | None = None) -> FloatArray:
+        """The same, with the front end of `_STARTS` that is nearest to the log, where that is nearer than it is."""
+        begin = super().start(found)
         keys = [one.key for one in self.constants]
         if TURN_CONSTANT.key not in keys:
-            return at_priors
-        places = []
+            return begin
+        places = [] if found is None else [begin]
         for values in product(*_STARTS.values()):
-            place = at_priors.copy()
+            place = begin.copy()
             for key, value in zip(_STARTS, values, strict=True):
                 index = keys.index(key)
                 place[index] = (value - self._centre[index]) / self._spread[index]
@@ -243,13 +248,15 @@ class Residuals(FitProblem):
         tpot, ttft = self.errors(scaled)
         weights = np.ones(len(ttft)) if weights is None else weights
         found = []
-        for errors, tolerance, chosen in (
-            (tpot, _TPOT_TOLERANCE, self._several),
-            (ttft, _TTFT_TOLERANCE, self._begun),
+        for errors, tolerance, chosen, times in (
+            (tpot, _TPOT_TOLERANCE, self._several, self._measured.tpot_s),
+            (ttft, _TTFT_TOLERANCE, self._begun, self._measured.ttft_s),
         ):
             by_prompt = np.argsort(self._measured.prompt_tokens[chosen], kind="stable")
             misfits = robust(errors[chosen], tolerance)
             orders = (np.arange(len(misfits)), by_prompt)
+            if not self._ordered:  # which of those that ran together was which is not known
+                orders = (np.lexsort((times[chosen], self._together[chosen])),) * 2
             found += [np.sqrt(0.5) * _grouped(misfits, weights[chosen], order) for order in orders]
         residuals: FloatArray = self._weight * np.concatenate(found)
         return residuals
@@ -261,11 +268,11 @@ class Residuals(FitProblem):
             predicted = self._predict(self.device(scaled))
             self.simulations += 1
             several, floor = self._several, self._floor_s
+            times = compared(predicted, self._simulated, ordered=self._ordered)
+            our_ttft, our_tpot = (each[self._chosen] for each in times)
             tpot = np.full(len(self._measured), np.nan)
-            ours = predicted.tpot_s[self._chosen]
-            tpot[several] = np.log(ours[several] / self._measured.tpot_s[several])
-            ours = predicted.ttft_s(self._simulated)[self._chosen]
-            ttft = np.log((ours + floor) / (self._measured.ttft_s + floor))
+            tpot[several] = np.log(our_tpot[several] / self._measured.tpot_s[several])
+            ttft = np.log((our_ttft + floor) / (self._measured.ttft_s + floor))
             self._known[key] = (tpot, ttft)
             if self._progress:
                 residuals = self.residuals(scaled)

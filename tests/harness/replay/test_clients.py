@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
 
@@ -10,7 +11,16 @@ from engine.core.memory.paged import PagedManager
 from harness.config.errors import ConfigError
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome, RunLog
-from harness.replay.arrivals import Capped, FrontEnd, OpenLoop, Sessions, TimedRequest, Turn, to_ns
+from harness.replay.arrivals import (
+    Capped,
+    ClosedLoop,
+    FrontEnd,
+    OpenLoop,
+    Sessions,
+    TimedRequest,
+    Turn,
+    to_ns,
+)
 from harness.workload.point import resolve
 from harness.workload.simulate import simulate
 from harness.workload.trace import Traffic
@@ -81,17 +91,23 @@ def test_a_front_end_delays_the_first_step_of_a_request_and_not_its_arrival(fast
     assert len(set(waited.tolist())) == 3  # by chance no two take the same
 
 
-def test_requests_that_are_sent_at_once_share_the_front_end_and_leave_it_together() -> None:
+def test_requests_that_are_sent_at_once_pass_the_front_end_one_by_one() -> None:
     requests = spaced(3, 0.0)
     log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 3), 0, 0.0, to_ns(5.0)))
-    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([15.0] * 3)
+    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([5.0, 10.0, 15.0], abs=0.05)
+    assert log.requests["arrival_s"].tolist() == [0.0] * 3
 
 
-def test_a_request_that_comes_later_slows_the_turns_of_those_before_it() -> None:
-    requests = [request(0, 0.0, 20, 2), request(1, 4.0, 20, 2)]
-    log, _ = replay(requests, FrontEnd(OpenLoop(iter(requests), 2), 0, 0.0, to_ns(5.0)))
-    # Alone for 4 s, then both take turns: 1 s each for the first, whose turns end at 6 s, then the other is alone.
-    assert log.requests["first_scheduled_s"].tolist() == pytest.approx([6.0, 10.0], abs=0.05)
+@pytest.mark.parametrize("pause_s", [0.0, 2.0])
+def test_answers_that_end_together_reach_their_clients_one_by_one(pause_s: float) -> None:
+    users = ClosedLoop((each.request for each in spaced(6, 0.0)), 6, 3, [to_ns(pause_s)] * 6)
+    front = FrontEnd(users, 0, 0.0, to_ns(1.0))
+    assert [each.request.request_id for each in front.take(to_ns(3.0))] == [0, 1, 2]
+    for request_id in range(3):
+        front.ended(request_id, to_ns(10.0))
+    sent = [(when_s, each) for when_s in np.arange(10.0, 20.0) for each in front.take(to_ns(when_s))]
+    assert [each.arrival_ns for _, each in sent] == [to_ns(10.0 + pause_s + turn) for turn in (1, 2, 3)]
+    assert [when_s for when_s, _ in sent] == [14.0, 15.0, 16.0]  # after the three answers
 
 
 def test_a_short_prompt_passes_a_long_one_in_the_front_end() -> None:
