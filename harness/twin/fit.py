@@ -104,7 +104,8 @@ def requests_to_fit(log: EngineLog) -> IntArray:
     """Places of the requests that a fit takes: a quarter of them, at least 30, at most 400, never all.
 
     They are the first ones. Where at most half as many run together while they begin as later, they are windows over
-    the whole log: what a fit to a few running requests says of many is extrapolated, and the log has better.
+    the whole log: what a fit to a few running requests says of many is extrapolated, and the log has better. Of a log
+    that does not keep the order in which they were sent they come from all over it.
 
     Raises:
         UserError: there are fewer than 40 requests.
@@ -146,6 +147,8 @@ def which(chosen: IntArray, requests: int) -> str:
     windows = 1 + int((np.diff(chosen) > 1).sum())
     if windows == 1:
         return f"first {len(chosen)} of {requests} requests"
+    if windows == len(chosen):
+        return f"{windows} of {requests} requests from all over the log"
     return f"{len(chosen)} of {requests} requests in {windows} windows"
 
 
@@ -155,7 +158,8 @@ def fit_device(
     """Fit the constants of `config.device` to a part of the log's requests, and judge them on `parts_of_others`.
 
     `first` is how many requests are fitted, in order of their entry; None takes those of `requests_to_fit`. Of other
-    requests the fit sees arrivals and lengths, while the fitted are running, and no time. The result is deterministic.
+    requests the fit sees arrivals and lengths, while the fitted are running, and no time, but their ranks
+    where their order is not known (`compared`). The result is deterministic.
 
     Raises:
         ConfigError: the settings are not those of an engine that could have served the log.

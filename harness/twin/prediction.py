@@ -205,9 +205,7 @@ class Errors:
         )
 
 
-def compared(
-    predicted: PredictedRun, measured: LoggedRequests, *, ordered: bool
-) -> tuple[FloatArray, FloatArray]:
+def compared(predicted: PredictedRun, measured: LoggedRequests, *, ordered: bool) -> list[FloatArray]:
     """The predicted seconds to the first token and per token that stand beside those of each measured request.
 
     Where the order in which requests were sent is not known (`ordered=False`), those that ran `together` are compared
@@ -215,9 +213,9 @@ def compared(
     """
     ttft, tpot = predicted.ttft_s(measured), predicted.tpot_s[: len(measured)]
     if ordered:
-        return ttft, tpot
+        return [ttft, tpot]
     group = together(measured)
-    return _by_rank(ttft, measured.ttft_s, group), _by_rank(tpot, measured.tpot_s, group)
+    return [_by_rank(ttft, measured.ttft_s, group), _by_rank(tpot, measured.tpot_s, group)]
 
 
 def together(measured: LoggedRequests) -> IntArray:

@@ -83,8 +83,8 @@ FRONT_END_CONSTANTS = (
     Constant("frontend_token_us", 2.0, 0.0, 50.0, linear=True, step=0.05),
 )
 # Only a client that sends when answers end sends several requests at once, which take turns. It is what one thread
-# computes, whatever the way to it: a server with 5 ms could serve 200 requests a second.
-TURN_CONSTANT = Constant("frontend_turn_us", 2000.0, 0.0, 10_000.0, linear=True, step=0.2)
+# computes, whatever the way to it: a server with 5 ms could serve 100 requests a second, each with its answer.
+TURN_CONSTANT = Constant("frontend_turn_us", 4000.0, 0.0, 10_000.0, linear=True, step=0.1)
 
 PRIOR_WEIGHT = 3.0  # a prior counts as this many requests at their tolerance
 # More requests than this do not make the fit surer: what is left is the form's error, not noise.

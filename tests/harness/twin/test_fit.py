@@ -26,7 +26,7 @@ from harness.twin.fit import (
     which,
 )
 from harness.twin.log import EngineLog, LoggedRequests
-from harness.twin.prediction import errors_by_part, errors_of, others, predictor
+from harness.twin.prediction import PredictedRun, compared, errors_by_part, errors_of, others, predictor
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
 from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs, with_draws
@@ -341,6 +341,45 @@ def test_a_log_whose_load_grows_is_fitted_in_windows_over_all_of_it() -> None:
     assert chosen[-1] == len(log.requests) - 1
     assert which(chosen, len(log.requests)) == "136 of 550 requests in 8 windows"
     assert len(not_in(chosen, 550)) == 414
+
+
+def test_a_log_without_the_order_of_sending_is_fitted_from_all_over_it() -> None:
+    log = replace(logged([4] * 75), assumes_pauses=True)
+    chosen = requests_to_fit(log)
+    assert len(chosen) == 75 == len(set(chosen))
+    assert (chosen[0], chosen[-1]) == (0, 299)
+    assert np.diff(chosen).max() <= 5
+    assert which(chosen, 300) == "75 of 300 requests from all over the log"
+
+
+@pytest.mark.parametrize(("swapped", "same"), [((0, 3), True), ((5, 6), True), ((3, 4), False)])
+def test_those_that_ran_together_are_compared_by_rank_where_their_order_is_not_known(
+    swapped: tuple[int, int], same: bool
+) -> None:
+    log = logged([4, 4])
+    order, entered = np.arange(8), log.requests.entered_s
+    order[list(swapped)] = swapped[::-1]
+    ttft = 0.1 + 0.05 * np.arange(8)
+    requests = replace(log.requests, first_token_s=entered + ttft, last_token_s=entered + ttft + 0.4)
+    first_s = entered + ttft[order]
+    run = PredictedRun(entered, entered, first_s, first_s + 0.4, requests.output_tokens * 1.0, None)  # type: ignore[arg-type]
+    found = [compared(run, requests, ordered=ordered)[0] for ordered in (True, False)]
+    assert found[0].tolist() == pytest.approx(ttft[order].tolist())
+    assert (found[1].tolist() == pytest.approx(ttft.tolist())) is same
+    told, untold = (replace(log, requests=requests, assumes_pauses=each) for each in (False, True))
+    first = np.array([swapped[0]])
+    assert abs(errors_of(run, told, first).ttft_p50) > 0.05
+    assert (abs(errors_of(run, untold, first).ttft_p50) < 1e-9) is same
+
+
+def test_turns_of_a_front_end_are_found_in_a_closed_loop() -> None:
+    rows = tuple(replace(row, arrival_us=row.arrival_us // 40) for row in workload(160).requests)
+    closed = workload(160).changed(rows, "a closed loop", client=Client(ClientKind.closed, 16))
+    true = replace(TRUE, frontend_request_us=3000.0, frontend_turn_us=1500.0)
+    found = fit_device(planted(true, trace=closed), replace(config(), device=TRUE))
+    known = {constant.key: constant.value for constant in found.constants}
+    assert known["frontend_turn_us"] == pytest.approx(1500.0, rel=0.3)
+    assert abs(found.held_out.ttft_mean) < 0.05
 
 
 def test_a_log_of_a_few_requests_is_refused() -> None:
