@@ -147,8 +147,8 @@ def which(chosen: IntArray, requests: int) -> str:
     windows = 1 + int((np.diff(chosen) > 1).sum())
     if windows == 1:
         return f"first {len(chosen)} of {requests} requests"
-    if windows == len(chosen):
-        return f"{windows} of {requests} requests from all over the log"
+    if windows > _WINDOWS:
+        return f"{len(chosen)} of {requests} requests from all over the log"
     return f"{len(chosen)} of {requests} requests in {windows} windows"
 
 
