@@ -274,6 +274,9 @@ class Runner:
             for request_id in plan.padded:
                 self._generations[request_id].fill()
         filled = self._now()
+        if not rows:  # all that ran were preempted
+            copying_s = filled - poisoned + saved - start
+            return StepResult(), StepTimes(0.0, copying_s, 0.0, 0.0, poisoned - saved)
         batch = self._batch(rows)
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
         paged = None if graphs else self._paged(batch)

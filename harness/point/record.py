@@ -58,9 +58,10 @@ def error_levels(point: Point, told: Sequence[PricedRun], simulated: RunLog) -> 
     runs = [one.run for one in told]
     attention = np.concatenate([run.log.steps["attention_s"] for run in runs])
     predicted = np.concatenate([one.attention_s for one in told])
+    ran = attention > 0  # a step in which all were preempted has none
     return {
         "kernel": {
-            **held_out_error(predicted, attention),
+            **held_out_error(predicted[ran], attention[ran]),
             "measured_mean_s": float(attention.mean()),
             "predicted_mean_s": float(predicted.mean()),
         },

@@ -17,7 +17,15 @@ from engine.core.options import CachePolicy
 from engine.runtime.options import Backend
 from harness.calibrate.run import calibrate
 from harness.config.errors import ConfigError
-from harness.config.schema import CostKind, DecodingMode, EngineDevice, Oversize, RunConfig, TraceFormat
+from harness.config.schema import (
+    CostKind,
+    DecodingMode,
+    EngineDevice,
+    Oversize,
+    ReplayMode,
+    RunConfig,
+    TraceFormat,
+)
 from harness.measure.engine import graphs_of
 from harness.metrics.record import PointRecord
 from harness.point import PointSession, check_point, point_identity, point_stages, run_point
@@ -67,6 +75,23 @@ def crowded(config: RunConfig) -> RunConfig:
 
 
 MODES = [greedy, beams, samples, contiguous_beams, crowded]
+
+
+def test_a_step_in_which_all_that_runs_is_preempted_computes_nothing(cache_dir: Path, tmp_path: Path) -> None:
+    """What has ended holds its memory until its batch ends; the last one that runs finds no block then."""
+    config = with_trace(small_config(cache_dir), TraceFormat.mooncake, mooncake_file(tmp_path))
+    config.workload.length_scale, config.workload.seed, config.workload.oversize = 0.01, 1, Oversize.drop
+    config.replay.mode, config.scheduler.static_batch, config.scheduler.max_running = (
+        ReplayMode.offline,
+        True,
+        4,
+    )
+    config.cache.pool_tokens, config.cache.block_size, config.cache.prefix_caching = 300, 32, False
+    config.decoding.draft_tokens, config.decoding.acceptance = 1, 0.6
+    record = run_point(config).record
+    assert record.levels["counts"]["identical"]
+    assert record.measured["median"]["preemptions"] > 0
+    assert record.levels["kernel"]["max"] < float("inf")
 
 
 def test_prompts_that_begin_alike_by_chance_are_named_where_counts_differ(cache_dir: Path) -> None:
