@@ -4,6 +4,7 @@
 """
 
 import hashlib
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -196,8 +197,16 @@ class ArrayRows(Sequence[Row]):
     """
 
     others: Sequence[Row]
-    query_len: IntArray  # query tokens of each row, int64 `[rows]`
-    context_len: IntArray  # the same for tokens before the step
+
+    @property
+    @abstractmethod
+    def query_len(self) -> IntArray:
+        """Query tokens of each row, int64 `[rows]`."""
+
+    @property
+    @abstractmethod
+    def context_len(self) -> IntArray:
+        """Context tokens of each row, int64 `[rows]`."""
 
 
 @dataclass(frozen=True, slots=True)

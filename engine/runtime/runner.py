@@ -275,8 +275,7 @@ class Runner:
                 self._generations[request_id].fill()
         filled = self._now()
         if not rows:  # all that ran were preempted
-            copying_s = filled - poisoned + saved - start
-            return StepResult(), StepTimes(0.0, copying_s, 0.0, 0.0, poisoned - saved)
+            return StepResult(), StepTimes(0.0, filled - poisoned + saved - start, 0.0, 0.0, poisoned - saved)
         batch = self._batch(rows)
         graphs = self.graphs if self.graphs is not None and self.graphs.fits(batch) else None
         paged = None if graphs else self._paged(batch)

@@ -389,9 +389,8 @@ class DeviceConfig:
     # Of the server before the scheduler's queue (HTTP, template, tokeniser), of a request and of a token of its prompt
     frontend_request_us: float = 0.0
     frontend_token_us: float = 0.0
-    frontend_turn_us: float = (
-        0.0  # of a request or an answer alone, while the others wait: what one thread does
-    )
+    # of a request or an answer alone, while the others wait: what one thread of it does
+    frontend_turn_us: float = 0.0
     # Factors on published timings (cost=published), of attention and of all other operators: a fit anchors them
     tables_attention: float = 1.0
     tables_dense: float = 1.0

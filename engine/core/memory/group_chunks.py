@@ -425,9 +425,8 @@ class ChunkPages:
 
     def cached_units(self) -> list[int]:
         """Tokens, or states, in the cached pages of each group without a reference."""
-        return [
-            len(pages) * group.units for pages, group in zip(self.orders, self.layout.groups, strict=True)
-        ]
+        units = [group.units for group in self.layout.groups]
+        return list(map(mul, map(len, self.orders), units))
 
     def live_duplicates(self) -> list[set[int]]:
         """For each group the live pages that hold what another live page of it holds too; one of them is left."""

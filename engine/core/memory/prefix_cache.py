@@ -146,9 +146,8 @@ class PrefixCache:
         """The cached block that ends after the first `tokens` tokens, or inside which they are named; or None."""
         if tokens % self._size == 0:
             return self.block(group, tokens // self._size - 1)
-        names = (
-            self._inner_hash(group, tokens, base) for base in (*group.private, -1)
-        )  # no request's number
+        bases = (*group.private, -1)  # the last one is no request's number
+        names = (self._inner_hash(group, tokens, base) for base in bases)
         return next(filter(None, map(self._pool.first_block, names)), None)
 
     def _private_block(self, group: Group, index: int) -> int | None:

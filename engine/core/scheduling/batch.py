@@ -8,7 +8,7 @@ arrays; all other rows are made one by one.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from heapq import heappop, heappush
 from itertools import repeat
 from typing import overload
@@ -174,14 +174,14 @@ class BatchRows(ArrayRows):
     def __len__(self) -> int:
         return len(self._steady.sequences) + len(self.others)
 
-    @cached_property
-    def query_len(self) -> IntArray:  # type: ignore[override]  # nobody sets it
+    @property
+    def query_len(self) -> IntArray:
         """Query tokens of each row, int64 `[rows]`."""
         ones = np.ones(len(self._steady.sequences), dtype=np.int64)
         return self._with_others(ones, [row.query_len for row in self.others])
 
-    @cached_property
-    def context_len(self) -> IntArray:  # type: ignore[override]
+    @property
+    def context_len(self) -> IntArray:
         """Context tokens of each row before the step, int64 `[rows]`."""
         return self._with_others(self._steady.bases + self._now, [row.context_len for row in self.others])
 
