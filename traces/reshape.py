@@ -23,7 +23,7 @@ from traces.trace import AFTER, AT, CONTENT, Ints, Requests, Segment, SegmentCol
 SHARE_TOLERANCE = 0.02  # by which the share of prompt tokens that is shared may miss what was asked for
 _BISECTIONS = 24
 _CHOICE_STREAM = 4
-_OWN_TEXT = 1 << 63  # keys of text that one request of the trace has alone, from here on
+_OWN_TEXT = FIRST_KEY + (1 << 62)  # keys of text that one request has alone, above all generated ones
 _LONGEST = 10**12  # tokens of one request; digests hold twice a length in 64 bits
 _OTHER_COPY = 0x9E3779B97F4A7C15  # odd, so that keys of copies differ
 _SAMPLES, _LEAST_SAMPLE = 16, 50  # windows of a sample, and requests of each at least

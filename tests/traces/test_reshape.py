@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from traces.analysis.reuse import realised_prefix_share
 from traces.errors import ParameterError
-from traces.reshape import drop_oversize, repeated, scale_lengths, set_rate, share_prefixes, take
+from traces.reshape import (
+    drop_oversize,
+    one_request_per_sample,
+    repeated,
+    scale_lengths,
+    set_rate,
+    share_prefixes,
+    take,
+)
 from traces.synth.generator import generate_trace
 from traces.trace import Segment, Trace, TraceHeader, TraceRequest
 
@@ -278,6 +286,19 @@ def test_each_copy_of_a_trace_has_requests_sessions_and_texts_of_its_own(prompts
             )
         assert set.union(*texts[:zero]) & set.union(*texts[zero : zero + count]) <= {None}
     assert len({row.request_id for row in found}) == times * count
+
+
+@given(st.integers(0, 50), st.sampled_from([0.0, 1e-9, 0.02, 0.3]))
+def test_samples_that_are_requests_of_their_own_leave_what_different_requests_share(
+    seed: int, share: float
+) -> None:
+    shared = share_prefixes(
+        make_trace([[(None, 9 + 5 * number)] for number in range(8)]), share, 2, 1.0, seed
+    )
+    samples = one_request_per_sample(shared, dict.fromkeys(range(8), 2))
+    first = [index for index, row in enumerate(samples.requests) if row.request_id % 2 == 0]
+    alone = samples.changed(samples.columns.take(first), "the first sample of each request")
+    assert realised_prefix_share(alone) == realised_prefix_share(shared)
 
 
 def test_oversize_requests_are_dropped_and_counted_by_reason() -> None:
