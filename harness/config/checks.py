@@ -72,9 +72,8 @@ def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
     """Rules of eviction that exclude one another."""
     cache = config.cache
     if cache.tier_tokens and config.replay.optimum:
-        yield ConfigError(
-            "replay.optimum", "found true, but not with cache.tier_tokens: it bounds the hits of one pool"
-        )
+        reason = "found true, but not with cache.tier_tokens: it bounds the hits of one pool"
+        yield ConfigError("replay.optimum", reason)
     if cache.tier_chunk is not None and cache.tier_chunk % cache.block_size:
         reason = f"found {cache.tier_chunk}, must be a multiple of cache.block_size={cache.block_size}"
         yield ConfigError("cache.tier_chunk", reason)
@@ -86,11 +85,9 @@ def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
             "found true, but our engine copies before it computes, and a CPU's cores do both; leave it out"
         )
         yield ConfigError("cache.tier_overlap", reason)
-    for key in ("tier_tokens", "disk_tokens"):
-        if 0 < getattr(cache, key) < (cache.tier_chunk or cache.block_size):
-            yield ConfigError(
-                f"cache.{key}", f"found {getattr(cache, key)}, must hold a block (or cache.tier_chunk)"
-            )
+    for key, tokens in (("cache.tier_tokens", cache.tier_tokens), ("cache.disk_tokens", cache.disk_tokens)):
+        if 0 < tokens < (cache.tier_chunk or cache.block_size):
+            yield ConfigError(key, f"found {tokens}, must hold a block (or cache.tier_chunk)")
     if config.replay.optimum and config.scheduler.order is not None:
         reason = "found true, but not with scheduler.order: ties of its order are not known"
         yield ConfigError("replay.optimum", reason)
@@ -294,10 +291,10 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
             f"found {cache.pool_blocks}, but cache.pool_tokens={pool} sets the pool too; set one of them to null",
         )
     if cache.pool_blocks is not None and cache.policy is not CachePolicy.paged:
-        yield ConfigError(
-            "cache.pool_blocks",
-            f"found {cache.pool_blocks}, but cache.policy={cache.policy} has no blocks; use cache.pool_tokens",
+        reason = (
+            f"found {cache.pool_blocks}, but cache.policy={cache.policy} has no blocks; use cache.pool_tokens"
         )
+        yield ConfigError("cache.pool_blocks", reason)
     if pool is not None and cache.policy is CachePolicy.paged and pool < cache.block_size:
         reason = f"found {pool}, less than one block (cache.block_size={cache.block_size}); enlarge the pool"
         yield ConfigError("cache.pool_tokens", reason)
@@ -337,9 +334,8 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             "with a window, and 0 without",
         )
     if model.chunked_windows and not model.window:
-        yield ConfigError(
-            "model.chunked_windows", "found true, but model.window is null; set the tokens of a chunk"
-        )
+        reason = "found true, but model.window is null; set the tokens of a chunk"
+        yield ConfigError("model.chunked_windows", reason)
     yield from _states(config)
 
 

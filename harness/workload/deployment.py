@@ -399,13 +399,11 @@ def _draft_shape(model: ModelConfig, decoding: DecodingConfig) -> ModelShape | N
 def _device_shape(deployment: Deployment) -> DeviceShape:
     device, heads = deployment.device, deployment.shape.heads
     if heads % device.tensor_parallel:
-        raise ConfigError(
-            "device.tensor_parallel",
-            f"found {device.tensor_parallel}, must divide the {heads} heads of {deployment.model.name} evenly",
+        reason = (
+            f"found {device.tensor_parallel}, must divide the {heads} heads of {deployment.model.name} evenly"
         )
-    same = {
-        each.name: getattr(device, each.name) for each in fields(DeviceShape) if hasattr(device, each.name)
-    }
+        raise ConfigError("device.tensor_parallel", reason)
+    same = {one.name: getattr(device, one.name) for one in fields(DeviceShape) if hasattr(device, one.name)}
     return DeviceShape(
         **same,
         bandwidth=device.bandwidth_gbs * 1e9,
@@ -454,7 +452,7 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
     longest = cache.max_model_len or most
     size = cache.block_size if cache.policy is CachePolicy.paged else 1
     tokens, sized_by, memory = _pool_tokens(config, model, size)
-    groups = _group_layout(cache, model)
+    groups = _group_layout(config, model)
     if groups is not None:
         chunk = config.scheduler.max_batched_tokens
         counts = groups.page_counts(tokens * model.kv_bytes_per_token, longest, chunk)
@@ -488,8 +486,9 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
     )
 
 
-def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
+def _group_layout(config: RunConfig, model: ModelShape) -> GroupLayout | None:
     """The groups of the model's layers; None with cache.groups=off."""
+    cache, drafts = config.cache, config.decoding.draft_tokens
     if cache.groups is GroupPages.off:
         if cache.prefix_match_unit not in (None, cache.block_size):
             reason = f"found {cache.prefix_match_unit}: with one group of layers hits end with its blocks"
@@ -500,6 +499,12 @@ def _group_layout(cache: CacheConfig, model: ModelShape) -> GroupLayout | None:
         layout = layout_of(cache.groups, sets, cache.block_size, cache.state_every, states)
     except CoreError as error:
         raise ConfigError("cache.groups", f"{cache.groups}: {error}") from error
+    if drafts and model.state_layers:
+        reason = f"found {drafts}, but {config.model.name} has layers with a state, and a state takes no draft back"
+        raise ConfigError("decoding.draft_tokens", f"{reason}; set draft_tokens=0")
+    if drafts and config.measure and all(group.forgets for group in layout.groups):
+        reason = f"found {drafts}, but every layer has a window, and a measured draft model reads all tokens"
+        raise ConfigError("decoding.draft_tokens", f"{reason}; set draft_tokens=0, or cache.groups=off")
     try:
         layout = replace(layout, unit=cache.prefix_match_unit if cache.prefix_caching else None)
     except CoreError as error:

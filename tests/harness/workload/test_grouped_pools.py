@@ -126,6 +126,32 @@ def test_what_states_do_not_go_with_is_refused_by_its_key(key: str, overrides: t
     assert any(text.startswith(key) for text in refusals(*NEXT, *overrides))
 
 
+@pytest.mark.parametrize("measured", [False, True])
+@pytest.mark.parametrize("oversize", ["error", "drop"])
+def test_drafts_beside_states_are_refused_before_a_request_is_read(measured: bool, oversize: str) -> None:
+    asked = config(*NEXT, "decoding.draft_tokens=2", f"workload.oversize={oversize}")
+    asked.measure = measured
+    with pytest.raises(
+        ConfigError, match=r"^decoding\.draft_tokens: found 2, .* a state .*; set draft_tokens=0$"
+    ):
+        deployment_of(asked)
+
+
+@pytest.mark.parametrize(("measured", "windows"), [(True, 3), (True, 4), (False, 4)])
+def test_a_measured_draft_model_needs_a_layer_that_keeps_every_token(measured: bool, windows: int) -> None:
+    asked = config(
+        "model.layers=4", "model.window=64", f"model.windowed_layers={windows}", "decoding.draft_tokens=2"
+    )
+    asked.measure = measured
+    if measured and windows == 4:
+        with pytest.raises(
+            ConfigError, match=r"^decoding\.draft_tokens: found 2, but every layer has a window"
+        ):
+            deployment_of(asked)
+    else:
+        assert deployment_of(asked).draft is not None
+
+
 def test_an_interval_that_is_no_multiple_of_the_match_unit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"cache\.retention_interval.*100: must be 0 or a multiple of 16"):
         pool("model=gemma3_12b", "cache.pool_tokens=160000", "cache.retention_interval=100")
