@@ -409,7 +409,7 @@ class TokenIdentity:
         for token in (given := [*token_ids]):  # an iterator could be read only once
             if token >> 31:
                 raise _out_of_range(self._request_id, min(given), max(given))
-        self._outputs[branch] += given
+        self._outputs[branch].extend(given)
 
     def generated_hashes(self, branch: int, block_size: int) -> list[bytes]:
         """Hashes up to the end of each full block of the branch; empty unless outputs are shared."""

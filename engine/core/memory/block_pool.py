@@ -73,7 +73,8 @@ class HashIndex:
 
     def add(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
         """Add `blocks` under `hashes`, which must differ from each other."""
-        found = list(map(self._first.setdefault, hashes, blocks))
+        enter = self._first.setdefault  # one block, of a decoder, is quicker without a map
+        found = [enter(hashes[0], blocks[0])] if len(blocks) == 1 else list(map(enter, hashes, blocks))
         if found == blocks:
             return
         for block_hash, block, oldest in zip(hashes, blocks, found, strict=True):
@@ -106,9 +107,7 @@ class HashIndex:
     def find(self, hashes: Sequence[BlockHash]) -> list[int]:
         """The blocks of the longest prefix of `hashes` that is in the index. Changes nothing."""
         blocks: list[int] = []
-        first = self._first
-        for block_hash in hashes:
-            block = first.get(block_hash)
+        for block in map(self._first.get, hashes):
             if block is None:
                 break
             blocks.append(block)
@@ -396,12 +395,12 @@ class BlockPool:
         refs, hash_of = self._refs, self._hash_of
         if len(hashes) != len(blocks):
             raise CoreError(f"{len(blocks)} blocks were given with {len(hashes)} hashes")
-        bad = [block for block in blocks if not refs[block] or hash_of[block] is not None]
-        if bad:
-            raise CoreError(
-                f"block {bad[0]} cannot be cached: {refs[bad[0]]} references, "
-                f"in the cache already: {hash_of[bad[0]] is not None}"
-            )
+        for block in blocks:
+            if not refs[block] or hash_of[block] is not None:
+                raise CoreError(
+                    f"block {block} cannot be cached: {refs[block]} references, "
+                    f"in the cache already: {hash_of[block] is not None}"
+                )
         for block, block_hash in zip(blocks, hashes, strict=False):  # as many, see above
             hash_of[block] = block_hash
         self._index.add(hashes, blocks)
