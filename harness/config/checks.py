@@ -315,6 +315,7 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
             "widens it, and what else is compiled stays so",
         )
     yield from _predicted_only(config)
+    yield from _states(config)
     if model.path is not None:
         return  # the checkpoint's own config decides; harness.point checks it
     if model.heads > 0 and model.kv_heads > 0 and model.heads % model.kv_heads:
@@ -336,7 +337,6 @@ def _model(config: RunConfig) -> Iterator[ConfigError]:
     if model.chunked_windows and not model.window:
         reason = "found true, but model.window is null; set the tokens of a chunk"
         yield ConfigError("model.chunked_windows", reason)
-    yield from _states(config)
 
 
 def _states(config: RunConfig) -> Iterator[ConfigError]:
@@ -357,11 +357,11 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
             f"found {model.state_layers} beside {model.windowed_layers} layers with a window; all of them must fit in "
             f"model.layers={model.layers}, and at least one layer must keep tokens",
         )
-    if cache.groups is GroupPages.off:
+    if cache.groups is GroupPages.off or cache.policy is not CachePolicy.paged:
         yield ConfigError(
             "cache.groups",
-            f"off, but {model.name} has layers with a state, which a pool of one kind of block cannot hold; use "
-            "cache.groups=uniform (as vLLM), or another option with groups",
+            f"found {cache.groups} and cache.policy={cache.policy}, but {model.name} has layers with a state, which "
+            "only a paged cache with groups holds; use cache.policy=paged and cache.groups=uniform (as vLLM)",
         )
     if cache.states is StateMode.none and cache.prefix_caching:
         yield ConfigError(
@@ -371,7 +371,7 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
     if cache.state_every is not None and cache.state_every % cache.block_size:
         reason = f"found {cache.state_every}, must be a multiple of cache.block_size={cache.block_size}"
         yield ConfigError("cache.state_every", reason)
-    if config.device.tensor_parallel > model.kv_heads:
+    if most is not None and config.device.tensor_parallel > model.kv_heads:
         yield ConfigError(
             "device.tensor_parallel",
             f"found {config.device.tensor_parallel}, more than model.kv_heads={model.kv_heads}: beyond that K and V "

@@ -11,6 +11,7 @@ from point_cases import mooncake_file, small_config, with_trace
 from tiers import cases, tier
 
 from engine.core.options import (
+    CachePolicy,
     GroupPages,
     Preemption,
     Retention,
@@ -291,6 +292,15 @@ def test_more_layers_with_a_state_than_a_checkpoint_has_are_refused(cache_dir: P
     config.model.state_layers, config.model.state_bytes = 4, 2048
     with pytest.raises(ConfigError, match=r"model\.state_layers: found 4, but the checkpoint has 4 layers"):
         resolve(config)
+
+
+def test_what_states_need_is_asked_of_a_checkpoint_too(cache_dir: Path, tmp_path: Path) -> None:
+    config = stateful_checkpoint(cache_dir, tmp_path)
+    config.model.state_layers, config.model.state_bytes = 2, 2048
+    config.cache.groups = GroupPages.off
+    assert [error.key for error in check_settings(config)] == ["cache.groups"]
+    config.cache.groups, config.cache.policy = GroupPages.uniform, CachePolicy.contiguous_max
+    assert [error.key for error in check_settings(config)] == ["cache.groups"]
 
 
 def test_samples_are_requests_that_find_the_prompt_in_the_prefix_cache(cache_dir: Path) -> None:

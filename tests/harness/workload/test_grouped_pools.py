@@ -113,6 +113,7 @@ def test_a_model_with_states_is_replayed_and_its_pool_adds_up() -> None:
     ("key", "overrides"),
     [
         ("cache.groups", ("cache.groups=off",)),
+        ("cache.groups", ("cache.policy=contiguous_pow2",)),
         ("model.state_bytes", ("model.state_bytes=0",)),
         ("model.state_layers", ("model.state_layers=48",)),
         ("model.experts", ("measure=true",)),
