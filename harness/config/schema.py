@@ -511,13 +511,11 @@ class ExecuteConfig:
     """Where and how points run. It changes no result, and is no part of a point."""
 
     place: Place = Place.local
-    cpus: int = (
-        1  # cores of a job (of a task in Ray); a job of Slurm runs as many simulation-only points at once
-    )
+    # cores of a job (of a task in Ray); a job of Slurm runs as many simulation-only points at once
+    cpus: int = 1
     gpus: int = 0  # GPUs of a job or task
-    memory_gb: float | None = (
-        None  # 10^9 bytes of a job or task; null: the cluster's default, in Ray no limit
-    )
+    # 10^9 bytes of a job or task; null: the cluster's default, in Ray no limit
+    memory_gb: float | None = None
     attempts: int = 3  # jobs or tasks that may die with a point before the point has failed
     jobs: int = 32  # slurm: most jobs of one submission; the points are shared among them by their cost
     # slurm: no job shorter than this, as far as earlier points tell how long they take
@@ -536,9 +534,8 @@ class ExecuteConfig:
     # slurm: private folder of job files, on all nodes; null: the user's state folder
     folder: str | None = None
     poll_s: float = 5.0  # slurm: seconds between two looks at the queue
-    address: str | None = (
-        None  # ray: HOST:PORT of the cluster, auto or local; null: RAY_ADDRESS, or else local
-    )
+    # ray: HOST:PORT of the cluster, auto or local; null: RAY_ADDRESS, or else local
+    address: str | None = None
 
 
 @dataclass

@@ -128,9 +128,8 @@ def bands(
 def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
     family = name.partition("_")[0]
     left = [device.ttft_spread if family == "ttft" else 0.0]
-    if (
-        device.fits is None and device.name != EngineDevice.cpu.value
-    ):  # the draws of a calibration have its errors
+    # the draws of a calibration have its errors
+    if device.fits is None and device.name != EngineDevice.cpu.value:
         left += [_DESCRIBED, device.step_spread]
     if device.fits is None or family != "tpot":  # the steps that a fit's draws simulate have their repeats
         left.append(_REPEATS.get(family, _OTHER_REPEATS))

@@ -164,9 +164,8 @@ _SOURCES, _RESHAPED = RecentTraces(8, 200_000, least=0), RecentTraces(64, 200_00
 def _reshaped(source: tuple[tuple[Any, ...], int | None], config: RunConfig) -> Trace:
     trace, rate = _SOURCES.get(source, lambda: _taken(*source)), config.workload.request_rate
     trace = scale_lengths(trace, config.workload.length_scale)
-    if (
-        config.workload.oversize is Oversize.error
-    ):  # where requests are dropped, those that are left will share
+    # where requests are dropped, those that are left will share
+    if config.workload.oversize is Oversize.error:
         trace = shared_as_asked(trace, config)
     return set_rate(trace, rate) if rate is not None else trace
 
