@@ -18,6 +18,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from harness.capacity.case import FEWEST, LoadCase, Trial
+from harness.capacity.slo import Slo
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import workers_that_fit
 from harness.config.schema import RunConfig
@@ -172,7 +173,8 @@ def estimate(values: Sequence[float], confidence: float = 0.95) -> Estimate:
 class CapacityAnswer:
     """The result of a search: the value with its interval, or the reason why there is none.
 
-    `band` holds the answer at both ends of what is left open of the device; None: its error is not known. `good` and
+    `band` holds the answer at both ends of what is left open of the device; None: its error is not known. `least` is
+    the rate from which goals of at least so much are met; 0: the lowest that is searched meets them. `good` and
     `bad` are the trials on both sides of the edge of the first seed.
     """
 
@@ -183,6 +185,7 @@ class CapacityAnswer:
     # (candidate, its answer), where there are several
     choices: tuple[tuple[float, Estimate | None], ...] = ()
     band: tuple[float, float] | None = None
+    least: float = 0.0
     good: Trial | None = None
     bad: Trial | None = None
 
@@ -226,10 +229,11 @@ def highest_rate(
         return CapacityAnswer(RATE, unit, None, reason)
     found = _rates(case, seeds, precision, tell, changes, start)
     tried = tried_rates(case, changes, 0)
-    good = tried.get(max((rate for rate, one in tried.items() if one.met), default=0.0))
-    bad = tried.get(min((rate for rate, one in tried.items() if not one.met), default=inf))
+    most = max((rate for rate, one in tried.items() if one.met), default=0.0)
+    bad = tried.get(min((rate for rate, one in tried.items() if rate > most and not one.met), default=inf))
     value, reason = (None, found.reason) if isinstance(found, NoEdge) else (found, "")
-    answer = CapacityAnswer(RATE, unit, value, reason, good=good, bad=bad)
+    least = _least_rate(case, changes, most) if most else 0.0
+    answer = CapacityAnswer(RATE, unit, value, reason, least=least, good=tried.get(most), bad=bad)
     return with_bounds(case, answer, changes) if bounds else answer
 
 
@@ -261,10 +265,31 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
     return replace(answer, band=(slow.good or 0.0, fast.bad or HIGHEST_RATE))
 
 
-def _figure(case: LoadCase, changes: Changes, seed: int, end: str, rate: float) -> Figure:
-    trial = case.run(changes, rate=rate, seed=seed, end=end)
+def _figure(
+    case: LoadCase, changes: Changes, seed: int, end: str, rate: float, goals: Slo | None = None
+) -> Figure:
+    """The figure of a rate by `goals`; None: by all of the SLO."""
+    trial, goals = case.run(changes, rate=rate, seed=seed, end=end), case.slo if goals is None else goals
+    trial = replace(trial, broken=tuple(goal for goal in trial.broken if goal in goals))
     served = max(trial.metrics.get("request_throughput", 0.0), rate * (1 - trial.growth))
-    return Figure(trial.met, trial.worst(case.slo), served if trial.growth else 0.0)
+    return Figure(trial.met, trial.worst(goals), served if trial.growth else 0.0)
+
+
+def _least_rate(case: LoadCase, changes: Changes, most: float) -> float:
+    """From which rate on goals of at least so much are met, `most` meeting them; 0: the lowest that is searched does.
+
+    It is the highest time between two requests.
+    """
+    goals = tuple(goal for goal in case.slo if not goal.upper)
+    if not goals:
+        return 0.0
+
+    def figure(seconds: float) -> Figure:
+        return _figure(case, changes, 0, "", 1 / seconds, goals)
+
+    known, most_s = {1 / most: Figure(True, 0.0)}, 1 / (most * SLOWEST)
+    found = highest(figure, 1 / most, precision=_END, low=1 / most, high=most_s, known=known)
+    return 1 / found.good if found.good and found.bad else 0.0
 
 
 def _rates(
@@ -284,12 +309,11 @@ def _rates(
     for seed, edge in enumerate(_of_seeds(case, seeds if case.draws else 1, search, start)):
         which = f" (seed {seed})" if case.draws else ""
         if edge.good is None:
-            last = case.made[-1]
-            if any(not goal.upper for goal in last.broken):
-                least = "a goal of at least so much may need more; leave it out, no rate is searched for it"
-                text = f"the lowest rate that was tried does not meet it{which}. {_there(last)}: {least}"
-                return NoEdge(text, endless=False)
-            return NoEdge(f"no rate meets it{which}. {_there(last)}", endless=False)
+            tried = tried_rates(case, changes, seed).values()
+            short = [one for one in tried if not one.growth and not any(goal.upper for goal in one.broken)]
+            last = max(short, key=lambda one: one.rate or 0.0, default=case.made[-1])
+            met = "no rate that was tried meets it" if short else "no rate meets it"
+            return NoEdge(f"{met}{which}. {_there(last)}", endless=False)
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO{which}", endless=True)
         edges.append(edge.good)
@@ -305,17 +329,24 @@ def _there(trial: Trial) -> str:
 
 
 def _rate_edge(precision: float, changes: Changes, case: LoadCase, seed: int, start: float) -> Edge:
-    """The search of one seed for the highest rate, below those that no device of the kind serves."""
-    figure = partial(_figure, case, changes, seed, "")
-    known = {rate: figure(rate) for rate in tried_rates(case, changes, seed)}
-    most = float(np.nextafter(case.most_rate[0], inf))
-    if most < HIGHEST_RATE:
-        known[most] = Figure(False, inf)
+    """The search of one seed for the highest rate, below those that no device of the kind serves.
+
+    A goal of at least so much may fail where requests are few (a throughput) or many (a hit ratio), so the other goals
+    are searched first.
+    """
+    figure, most = partial(_figure, case, changes, seed, ""), float(np.nextafter(case.most_rate[0], inf))
+    never = {most: Figure(False, inf)} if most < HIGHEST_RATE else {}
+    tried = tried_rates(case, changes, seed)
     low = min((case.rate or 1.0) * SLOWEST, start)
     # changes that meet the SLO at the start, just above the rate without them, often raise it by little more
-    factor = 1 + precision if changes and start in known else _FIRST_FACTOR
+    factor = 1 + precision if changes and start in tried else _FIRST_FACTOR
     limits = {"precision": precision, "low": low, "high": HIGHEST_RATE, "factor": factor}
-    return highest(figure, start, known=known, **limits)
+    upper = tuple(goal for goal in case.slo if goal.upper)
+    known = {rate: figure(rate, upper) for rate in tried}
+    found = highest(partial(figure, goals=upper), start, known=known | never, **limits)
+    if upper == case.slo or found.good is None or case.run(changes, rate=found.good, seed=seed).met:
+        return found
+    return highest(figure, found.good, known=never, **limits)
 
 
 def _pool_edge(block_size: int, largest: int, case: LoadCase, seed: int, start: float) -> Edge:

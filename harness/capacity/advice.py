@@ -54,6 +54,7 @@ _SLACK = 1.1  # an SLO that would do, above the figures without a queue
 _PARALLEL = (2, 4, 8)
 _POOLS = (0.25, 0.5, 2, 4)  # multiples of the pool whose hits are said
 _DEVICES = ("h200", "b200")
+_MOST_COPIES = 64  # replicas that are tried for a load whose client sets the rate
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,8 @@ def _held_back(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     else:
         better = {}
     advice.answers += [f"{text} {met}.", matters(advice)]
+    if not (own.met or trial.met):
+        advice.answers.append(_would_do(case, own, tell))
     advice.config = replaced(case.config, better) if own.met or better else None
 
 
@@ -192,7 +195,8 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
     """The highest rate with its bounds, the same for every command that states one."""
     assert answer.value is not None
     rate, own = answer.value.mean, case.rate or 0.0
-    text = f"The SLO ({goals(case.slo)}) holds up to {rate:.3g} requests/s"
+    least = f"from {answer.least:.3g} " if answer.least else ""
+    text = f"The SLO ({goals(case.slo)}) holds {least}up to {rate:.3g} requests/s"
     if answer.band is not None:
         low, high = answer.band
         fitted = case.config.device.fitted_from is not None
@@ -234,6 +238,8 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
     asked, device = case.rate or 0.0, case.config.device
     each = device.tensor_parallel
     now = device.data_parallel
+    if asked < answer.least:
+        return now, f"The {asked:.3g} requests/s simulated are too few for it."
     if answer.value.mean >= asked:
         return now, f"For the {asked:.3g} requests/s simulated {now * each} x {device.name} is enough."
     first = ceil(asked / answer.value.mean) * now
@@ -282,22 +288,33 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
         if own.growth:
             text += f". At the {case.rate:.3g} requests/s simulated none would, because {own.why()}"
         advice.answers.append(f"{text}.")
+    advice.answers.append(_would_do(case, slow, tell))
+
+
+def _would_do(case: LoadCase, own: Trial, tell: Tell) -> str:
+    """Which device would do for a load that breaks the SLO; where requests hardly meet, for the busiest window."""
     tell("other devices")
-    for name, changes in _devices(case.config):
+    tried = []
+    for name, changes in _devices(case.config, 1 if own.rate else min(own.worst(case.slo), _MOST_COPIES)):
         try:
-            trial = case.run(changes, rate=slow.rate, busiest=True)
+            trial = case.run(changes, rate=own.rate, busiest=own.rate is not None)
         except ConfigError:
-            continue  # the heads cannot be split so, or the weights do not fit
+            continue  # the heads cannot be split so, the weights do not fit, or requests wait for others
         if trial.met:
-            advice.answers.append(f"A device that would do for requests alone: {name}.")
-            return
-    tried = (name for name, _ in _devices(case.config))
-    advice.answers.append(f"No device that was tried would do: {', '.join(tried)}.")
+            return f"A device that would do{' for requests alone' if own.rate else ''}: {name}."
+        tried.append(name)
+    return f"No device that was tried would do: {', '.join(tried) or 'none can be'}."
 
 
-def _devices(config: RunConfig) -> Iterator[tuple[str, Changes]]:
-    """Larger devices, and more of this one, as changes."""
+def _devices(config: RunConfig, times: float) -> Iterator[tuple[str, Changes]]:
+    """Larger devices, and more of this one, as changes; also as many replicas as figures are `times` their bounds."""
     device = config.device
+    if times > 1:
+        count = ceil(times) * device.data_parallel
+        yield (
+            f"{count * device.tensor_parallel} x {device.name} ({count} replicas)",
+            {"device.data_parallel": count},
+        )
     for count in _PARALLEL:
         if count > device.tensor_parallel:
             changes = {"device.tensor_parallel": count}

@@ -25,6 +25,7 @@ import numpy as np
 from engine.runtime.errors import ModelError, TokenizerError
 from engine.runtime.text import chat_text, encode_text, load_tokenizer
 from harness.capacity.advice import MOST_BLOCKS, percent
+from harness.capacity.case import FEWEST
 from harness.config.errors import UserError
 from harness.console import one_line
 from traces.analysis.reuse import (
@@ -353,6 +354,8 @@ def chat_answer(log: ChatLog, tokenizer: Any, block_size: int, folder: str) -> I
         )
     yield ""
     yield from _curve(paths, profile, salted, sizes)
+    if len(log.requests) < FEWEST:
+        yield f"note: {len(log.requests)} requests are too few to answer from; give {FEWEST} or more"
     yield (
         "note: requests one after the other, least recently used blocks evicted; answers, of which the next turn finds "
         "its part too, are not counted"

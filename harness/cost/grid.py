@@ -338,9 +338,7 @@ def left_out_errors(
 
 
 def _predicted(
-    kept: Sequence[TimedShape],
-    out: Sequence[TimedShape],
-    grid: Callable[[Sequence[TimedShape], int], Grid],
+    kept: Sequence[TimedShape], out: Sequence[TimedShape], grid: Callable[[Sequence[TimedShape], int], Grid]
 ) -> list[Pair]:
     """(predicted, measured) seconds of the shapes left out, for which the others make a grid."""
     grids = {}

@@ -189,10 +189,7 @@ class VllmExecutor(Executor, Observer):
     def _sent(self, request: Request) -> dict[str, Any]:
         row = self._rows[request.request_id]
         ids = token_ids(
-            row,
-            seed=self._point.workload.seed,
-            vocab_size=self._point.deployment.shape.vocab,
-            first_id=0,
+            row, seed=self._point.workload.seed, vocab_size=self._point.deployment.shape.vocab, first_id=0
         )
         return {
             "id": request.request_id,

@@ -41,14 +41,7 @@ from harness.workload.decoding import (
 )
 from harness.workload.deployment import Deployment, PoolShape, deployment_of
 from harness.workload.scheduler import new_scheduler, observed_scheduler
-from harness.workload.trace import (
-    Traffic,
-    reshaped_trace,
-    retimed,
-    shared_as_asked,
-    traffic_of,
-    turns_before,
-)
+from harness.workload.trace import Traffic, reshaped_trace, retimed, shared_as_asked, traffic_of, turns_before
 from traces.errors import TraceError
 from traces.formats.kv_events import msgpack
 from traces.reshape import drop_oversize, keyed_text, one_request_per_sample

@@ -16,14 +16,7 @@ from engine.core.request import Request
 from engine.core.scheduling.scheduler import Scheduler
 from harness.compiled.grouping import Grouping
 from harness.compiled.numba_edge import is_available, is_cached
-from harness.compiled.replay import (
-    Branches,
-    CompiledReplay,
-    Drafts,
-    Keeping,
-    PlainPool,
-    PlainRequests,
-)
+from harness.compiled.replay import Branches, CompiledReplay, Drafts, Keeping, PlainPool, PlainRequests
 from harness.compiled.replicas import run_replicas
 from harness.compiled.state import BlockNames
 from harness.config.capabilities import Way, obstacles

@@ -158,11 +158,7 @@ class EveryEndSearch(BeamSearch):
         self.scores = np.zeros(width)
 
     def advance(
-        self,
-        parents: IntArray,
-        tokens: IntArray,
-        scores: FloatArray,
-        outputs: Sequence[IntArray],
+        self, parents: IntArray, tokens: IntArray, scores: FloatArray, outputs: Sequence[IntArray]
     ) -> Selection:
         """Take the candidates `[M]`, best first, as `BeamSearch.advance`."""
         generated, ends = len(outputs[0]) + 1, np.isin(tokens, self._ends)

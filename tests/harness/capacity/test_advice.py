@@ -261,6 +261,29 @@ def test_a_client_that_holds_requests_back_is_told_whether_its_load_meets_the_sl
     assert advice.config is not None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (("replay.mode=offline",), r"A device that would do: (\d+) x h100 \(\1 replicas\)\."),
+        (
+            ("replay.mode=closed", "replay.users=40"),  # its requests wait for others, so it has one replica
+            r"No device that was tried would do: 2 x h100 \(device.tensor_parallel=2\), .*, h200, b200\.",
+        ),
+    ],
+)
+def test_a_client_whose_load_breaks_the_slo_is_told_which_device_would_do(
+    tmp_path: Path, overrides: tuple[str, ...], said: str
+) -> None:
+    file = write(tmp_path, 0, 3000, 20, 40, 1.0)
+    advice = advice_of(file, *overrides, slo="ttft_p99<0.3")
+    found = [re.fullmatch(said, answer) for answer in advice.answers]
+    assert any(found)
+    if (match := next(filter(None, found))).groups():
+        enough = case_of(file, *overrides, f"device.data_parallel={match[1]}", slo="ttft_p99<0.3")
+        assert enough.run().met
+        assert not case_of(file, *overrides, slo="ttft_p99<0.3").run().met
+
+
 def test_requests_of_a_client_that_holds_them_back_are_sent_once(tmp_path: Path) -> None:
     """Four of forty are in the server at all times, and no load that falls hides a queue."""
     case = case_of(write(tmp_path, 0, 200, 20, 40, 1.0), "replay.mode=closed", "replay.users=4")

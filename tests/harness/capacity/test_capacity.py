@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.capacity import (
+    CapacityAnswer,
     Figure,
     best_block_size,
     estimate,
@@ -156,12 +157,48 @@ def test_a_run_without_the_metric_has_less_of_it_than_any_goal_asks() -> None:
     assert least.share({}) > 1 > most.share({})
 
 
-def test_a_goal_of_at_least_is_not_said_to_be_out_of_reach_at_every_rate() -> None:
-    answer = highest_rate(
-        LoadCase(single_server(), parse_slo("output_throughput>30")), 1, 0.1, lambda _: None
+def rate_for(slo: str, places: int = 1) -> tuple[LoadCase, CapacityAnswer]:
+    config = single_server()
+    config.scheduler.max_running, config.cache.prefix_caching = places, False
+    case = LoadCase(config, parse_slo(slo))
+    return case, highest_rate(case, 1, 0.1, lambda _: None)
+
+
+@pytest.mark.parametrize("tokens", [5, 30, 80])
+def test_a_goal_of_at_least_so_much_holds_from_some_rate_on(tokens: int) -> None:
+    """An open loop serves what comes: so many tokens a second are there from a rate on, below or above the trace's."""
+    case, answer = rate_for(f"output_throughput>{tokens}")
+    assert answer.value is not None
+    assert answer.bad is not None
+    assert answer.bad.growth  # it holds up to the rate that lasts
+    assert 0 < answer.least < answer.value.mean
+    assert case.run(rate=answer.least).met
+    assert case.run(rate=answer.value.mean).met
+    assert not case.run(rate=answer.least / 1.15).met
+    assert f"holds from {answer.least:.3g} up to {answer.value.mean:.3g} requests/s" in rate_text(
+        case, answer
     )
-    assert "the lowest rate that was tried does not meet it" in answer.reason
-    assert "no rate meets" not in answer.reason
+
+
+def test_a_goal_of_at_least_more_than_is_served_is_met_by_no_rate_that_was_tried() -> None:
+    _, answer = rate_for("output_throughput>500")
+    assert answer.value is None
+    found = re.match(
+        r"no rate that was tried meets it \(seed 0\)\. At ([\d.]+) requests/s output_", answer.reason
+    )
+    assert found
+    assert float(found[1]) > 8  # of the rates that last the highest says most
+
+
+def test_a_goal_of_at_least_so_much_may_be_met_where_requests_are_few() -> None:
+    """Free slots become fewer with the rate, before a queue grows."""
+    case, answer = rate_for("free_share>0.95", places=16)
+    assert answer.value is not None
+    assert answer.bad is not None
+    assert not answer.bad.growth
+    assert case.run(rate=answer.value.mean).met
+    assert not case.run(rate=1.2 * answer.value.mean).met
+    assert answer.least == 0
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,11 @@ def test_a_model_beside_the_tokenizer_is_refused(tmp_path, folder, capsys):
     path = written(tmp_path, [request("why?")])
     assert main(["advise", str(path), "--tokenizer", str(folder), "--model", "llama3_8b"]) == 2
     assert "not with --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("count", [1, 29, 30])
+def test_few_chat_requests_are_said_to_be_too_few(tmp_path, folder, count):
+    tokenizer = tokenizer_of(str(folder))
+    log = read_chat(written(tmp_path, [request("why?")] * count), tokenizer)
+    found = [line for line in chat_answer(log, tokenizer, 16, "DIR") if "too few" in line]
+    assert found == [f"note: {count} requests are too few to answer from; give 30 or more"] * (count < 30)
