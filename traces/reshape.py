@@ -103,7 +103,7 @@ def scale_lengths(trace: Trace, factor: float) -> Trace:
     lengths = (rows.prompt_tokens, rows.output_tokens, rows.segments.tokens)
     if factor == 1 and min(length.min(initial=1) for length in lengths) > 0:  # scaling mends a length of 0
         return trace
-    requests = Requests.of(_scaled(request, factor) for request in rows)
+    requests = _scaled(rows, factor)
     if requests == rows:
         return trace
     block = trace.header.source_block_tokens
@@ -133,7 +133,7 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     )
     texts = choices + num_prefixes * trace.tenants  # a text of another tenant is another one
     part = _part_for(share, rows.prompt_tokens, texts, num_prefixes)
-    shared = _begun(part, rows.prompt_tokens)
+    shared = _times(part, rows.prompt_tokens)
     tokens = np.stack([shared, rows.prompt_tokens - shared], axis=1)
     keys = np.stack(
         [choices.astype(np.uint64) + np.uint64(FIRST_KEY), np.zeros(len(rows), np.uint64)], axis=1
@@ -153,9 +153,9 @@ def share_prefixes(trace: Trace, share: float, num_prefixes: int, zipf: float, s
     return trace.changed(requests, sentence, key_kind=CONTENT, source_block_tokens=None)
 
 
-def _begun(part: float, prompts: Ints) -> Ints:
-    """Tokens of each prompt that stand in its text; halves are rounded up."""
-    tokens: Ints = np.floor(part * prompts + 0.5).astype(np.int64)
+def _times(factor: float, lengths: Ints) -> Ints:
+    """Lengths times `factor`, to the nearest token; halves are rounded up."""
+    tokens: Ints = np.floor(factor * lengths + 0.5).astype(np.int64)
     return tokens
 
 
@@ -171,7 +171,7 @@ def _part_for(share: float, tokens: Ints, choices: Ints, num_prefixes: int) -> f
     total = max(1, int(prompts.sum()))
 
     def reached(part: float) -> float:
-        taken = _begun(part, prompts)
+        taken = _times(part, prompts)
         longest = np.maximum.accumulate(above + taken) - above
         return float(np.where(first, 0, np.minimum(taken, np.roll(longest, 1))).sum()) / total
 
@@ -339,20 +339,21 @@ def _round(value: float) -> int:
     return floor(value + 0.5)
 
 
-def _scaled(request: TraceRequest, factor: float) -> TraceRequest:
-    prompt = max(1, _round(request.prompt_tokens * factor))
-    output = max(1, _round(request.output_tokens * factor))
-    segments: list[Segment] = []
-    end = start = 0
-    for key, tokens in request.segments:
-        end += tokens
-        scaled_end = _round(end * factor)
-        if scaled_end > start:
-            segments.append(Segment(key, scaled_end - start))
-            start = scaled_end
-    if not segments:
-        segments = [Segment(request.segments[0].key, prompt)]
-    return replace(request, prompt_tokens=prompt, output_tokens=output, segments=tuple(segments))
+def _scaled(rows: Requests, factor: float) -> Requests:
+    """The requests with their lengths times `factor`, none below 1, and the ends of their segments likewise."""
+    prompts, pieces = np.maximum(1, _times(factor, rows.prompt_tokens)), rows.segments
+    ends = np.concatenate([[0], np.cumsum(pieces.tokens)])
+    begins, counts = ends[pieces.first[:-1]], np.diff(pieces.first)  # of each prompt, among all tokens
+    within = np.repeat(begins, counts)
+    tokens = _times(factor, ends[1:] - within) - _times(factor, ends[:-1] - within)
+    left = np.concatenate([[0], np.cumsum(tokens > 0)])[pieces.first]
+    empty = np.flatnonzero(np.diff(left) == 0)  # their first segment is all that they have
+    tokens[pieces.first[empty]] = prompts[empty]
+    kept = tokens > 0
+    first = np.concatenate([[0], np.cumsum(kept)])[pieces.first]
+    segments = SegmentColumns(first, pieces.key[kept], tokens[kept], pieces.is_keyed[kept])
+    outputs = np.maximum(1, _times(factor, rows.output_tokens))
+    return replace(rows, prompt_tokens=prompts, output_tokens=outputs, segments=segments)
 
 
 def check_sharing(share: float, num_prefixes: int, zipf: float) -> None:
