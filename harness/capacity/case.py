@@ -461,9 +461,8 @@ class LoadCase:
         shape = self.served.deployment.shape
         shared = sum(self.shared) if config.cache.prefix_caching else 0
         prompts, outputs = rows.prompt_tokens.astype(np.float64), rows.output_tokens.astype(np.float64)
-        flop = (
-            2.0 * shape.token_weights * float(prompts.sum() - shared + outputs.sum() - len(rows)) / len(rows)
-        )
+        computed = float(prompts.sum() - shared + outputs.sum() - len(rows))
+        flop = 2.0 * shape.token_weights * computed / len(rows)
         whole = (shape.attention_layers - shape.windowed_layers) / shape.layers
         read = whole * shape.kv_bytes_per_token * float((outputs * (prompts + outputs / 2)).sum()) / len(rows)
         many = device.tensor_parallel * device.data_parallel
@@ -482,11 +481,8 @@ def in_the_same_memory(config: RunConfig, changes: Mapping[str, Any]) -> dict[st
     if "cache.pool_tokens" in changes:
         return {"cache.pool_blocks": None, **changes}
     if "cache.block_size" in changes and cache.pool_blocks is not None:
-        return {
-            "cache.pool_tokens": cache.pool_blocks * cache.block_size,
-            "cache.pool_blocks": None,
-            **changes,
-        }
+        tokens = cache.pool_blocks * cache.block_size
+        return {"cache.pool_tokens": tokens, "cache.pool_blocks": None, **changes}
     return dict(changes)
 
 

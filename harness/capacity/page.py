@@ -119,10 +119,9 @@ def answer_text(case: LoadCase, answer: CapacityAnswer) -> str:
         return f"{answer.question}: none; {answer.reason}"
     value = answer.value
     if answer.question == RATE:
-        text = rate_text(case, answer) + (
-            " Of the first seed:" if answer.bad and len(value.values) > 1 else ""
-        )
-        return f"{text} {breaks_first(case, answer.bad)}" if answer.bad else text
+        first = " Of the first seed:" if len(value.values) > 1 else ""
+        text = rate_text(case, answer)
+        return f"{text}{first} {breaks_first(case, answer.bad)}" if answer.bad else text
     text = f"{answer.question}: {value.mean:,.0f} {answer.unit}{_interval(value, ',.0f')}"
     return f"{text}; {answer.reason}" if answer.reason else text
 

@@ -116,7 +116,7 @@ class Replay:
         self._asynchronous = asynchronous
         # when the last step began; None if none has since the engine was idle
         self._began_ns: int | None = None
-        self._ended = 0
+        self._ended, self._answers = 0, list[tuple[int, int]]()  # answers that the client does not have yet
         self._env, self._changes_ns = env or ReplayClock(), changes_ns
 
     def run(self) -> None:
@@ -131,6 +131,7 @@ class Replay:
 
     def close(self) -> None:
         """The clock has stopped: requests that are under way, and those that never arrived, end as unfinished."""
+        self._answer()
         never = self._arrivals.left()
         for request in never:
             for tell in self._arrived:
@@ -158,6 +159,7 @@ class Replay:
 
     def has_work(self) -> bool:
         """Submit what has arrived; whether there is something to schedule now."""
+        self._answer()
         began = self._began_ns if self._asynchronous else None
         self._submit(int(self._env.now) if began is None else began)
         if not self._scheduler.has_work:
@@ -183,6 +185,7 @@ class Replay:
                 self._scheduler.submit(request)
             except NeverFitsError:
                 self._end(request, Outcome.REJECTED, self._env.now, _NO_STATS)
+                self._answer()
             else:
                 self._live[request.request_id] = request
 
@@ -190,7 +193,13 @@ class Replay:
         for tell in self._finally:
             tell(request, outcome, now_ns, stats)
         self._ended += 1
-        self._arrivals.ended(request.request_id, now_ns)
+        self._answers.append((request.request_id, now_ns))
+
+    def _answer(self) -> None:
+        """Give the client its answers, when the step that ended them has: replicas share a front end."""
+        for request_id, at_ns in self._answers:
+            self._arrivals.ended(request_id, at_ns)
+        self._answers.clear()
 
     def _step(self, now: int) -> int:
         """Run one plan and return its duration in ns."""

@@ -317,8 +317,7 @@ def draw_tradeoff(study: Study, axes: Axes) -> Picture:
     table = _wide(comparison_table(study.records, axes, (_X, _Y)), axes)
     if len(table) < 2:
         return Missing(
-            "tradeoff",
-            "Fewer than two points have a throughput and a latency, so there is no trade to draw.",
+            "tradeoff", "Fewer than two points have a throughput and a latency, so there is no trade to draw."
         )
     rates = RATE in axes.numeric
     figure, grid = panels(PAGE_IN, 2.8, 1, 2 if rates else 1)

@@ -126,6 +126,35 @@ def test_a_fast_forward_changes_no_time() -> None:
         assert np.array_equal(fast.requests[name], slow.requests[name]), name
 
 
+FRONT_END = ("device.data_parallel=3", "device.frontend_turn_us=30000", "workload.request_rate=10")
+
+
+def test_a_fast_forward_changes_no_turn_of_the_front_end() -> None:
+    fast, slow = (run(*FRONT_END, fast_forward=each) for each in (True, False))
+    for name in ("request_id", "first_scheduled_s", "finish_s"):
+        assert np.array_equal(fast.requests[name], slow.requests[name]), name
+
+
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_one_front_end_serves_requests_and_the_answers_of_all_replicas_in_the_order_of_time(
+    fast_forward: bool,
+) -> None:
+    """Its turns follow from the log: none is taken before one of what came earlier."""
+    log = run(*FRONT_END, fast_forward=fast_forward)
+    rows = log.requests
+    came = sorted(
+        [*((at, index) for index, at in enumerate(rows["arrival_s"])), *((at, -1) for at in rows["finish_s"])]
+    )
+    free_s, left_s = 0.0, np.zeros(len(rows["arrival_s"]))
+    for at, index in came:
+        free_s = max(free_s, at) + 0.03
+        if index >= 0:
+            left_s[index] = free_s
+    waited = rows["first_scheduled_s"] - left_s
+    assert waited.min() > -1e-8
+    assert waited.max() < log.steps["seconds"].max()  # for the step under way, where no replica was idle
+
+
 def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> None:
     one, four = (
         compute_metrics(run(f"device.data_parallel={n}", "workload.request_rate=200")) for n in (1, 4)
