@@ -141,7 +141,7 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
 
 def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], out: Path) -> "Twin":
     from harness.twin.configured import configured
-    from harness.twin.fit import fit_log, fitted_device, write_device
+    from harness.twin.fit import explains_nothing, fit_log, fitted_device, write_device
     from harness.twin.prediction import predictor
     from harness.twin.twin import Twin
     from harness.twin.what_ifs import questions, what_ifs
@@ -156,7 +156,8 @@ def _twin(arguments: Arguments, log: "EngineLog", overrides: tuple[str, ...], ou
     else:
         log, found, fit = fit_log(log, found, first=flags.first, progress=_progress)
         config, prediction = replace(found.config, device=fitted_device(fit, log)), fit.prediction
-        write_device(fit, log, found, command_of("twin", arguments), out / FIT)
+        if not explains_nothing(fit):
+            write_device(fit, log, found, command_of("twin", arguments), out / FIT)
     asked = flags.what_if or ([] if flags.no_what_ifs else questions(config, prediction))
     changes = what_ifs(log, config, prediction, asked, lambda one: remark(f"what if {one}"))
     return Twin(log, found, config, prediction, fit, changes, command_of("twin", arguments))

@@ -142,7 +142,12 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     idle = idle_keys(users, asked, config)
     unheard = f"Warning: without effect beside the other settings: {', '.join(sorted(idle))}." if idle else ""
     others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
-    warnings = (_offloaded(settings, chosen, config), *others, _assumed(settings, chosen, config))
+    warnings = (
+        *log.warnings,
+        _offloaded(settings, chosen, config),
+        *others,
+        _assumed(settings, chosen, config),
+    )
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 
@@ -214,7 +219,7 @@ def _crowded(log: EngineLog, config: RunConfig) -> str:
         return ""
     return (
         f"the log has {most} requests between their first and their last token at once, but the settings let {allowed} "
-        "run (scheduler.max_running x device.data_parallel): they are those of another run"
+        "run (scheduler.max_running x device.data_parallel): they are of another run, or not all times are seconds"
     )
 
 

@@ -46,7 +46,7 @@ _FACTS = ("model_id", "backend", "request_rate", "max_concurrency")
 def read_bench_result(file: SourceFile) -> rows.RequestLog:
     """The requests. A request with an error or without a token is dropped. Raises TraceError."""
     document = rows.JsonDocument(file)
-    log = rows.RequestLog("vllm bench serve", file)
+    log = rows.RequestLog("vllm bench serve", file, in_order=True)
     log.facts = {name: document.value[name] for name in _FACTS if document.value.get(name) is not None}
     columns = {name: document.items((name,)) for name in BENCH_KEYS}
     starts = "start_times" in document.value
@@ -179,13 +179,8 @@ def _level_row(
     first = start + parsing.number(row, "ttft_ms") / 1e3
     prompt = max(1, round(_TOKENS_OF_A_WORD * parsing.whole(row, "prompt_len")))
     known = row.get("prompt_id")  # requests of one id have one prompt
-    shared = (str(known), prompt) if known else (None, None)
-    return rows.LoggedRequest(
-        *(str(place), start, first, last, prompt, output),
-        prefix=shared[0],
-        prefix_tokens=shared[1],
-        session=session,
-    )
+    more: dict[str, Any] = {"prefix": str(known), "prefix_tokens": prompt} if known else {}
+    return rows.LoggedRequest(str(place), start, first, last, prompt, output, **more, session=session)
 
 
 # -- GuideLLM ---------------------------------------------------------------------------------------------------------
@@ -300,12 +295,9 @@ def _aiperf_row(record: dict[str, Any], line: int | None) -> rows.LoggedRequest 
     cached = _tokens(metrics, read, read) if read in metrics else None
     name = str(facts.get("x_request_id", line))
     last = rows.not_before(last, first)
-    session = facts.get("x_correlation_id", facts.get("conversation_id"))
-    if session is not None:
-        session = str(session)
-    return rows.LoggedRequest(
-        name, start, first, last, prompt, output, cached_tokens=cached, session=session, line=line
-    )
+    known = facts.get("x_correlation_id", facts.get("conversation_id"))
+    more: dict[str, Any] = {"cached_tokens": cached, "session": None if known is None else str(known)}
+    return rows.LoggedRequest(name, start, first, last, prompt, output, **more, line=line)
 
 
 def _tokens(metrics: dict[str, Any], name: str, other: str) -> int:
@@ -547,11 +539,7 @@ def _as_text(value: Any, name: str) -> str:
         if not isinstance(value, list) or not all(type(one) in (int, str) for one in value):
             raise RowError(name, f"list of numbers or strings expected, found {kind(value)}")
         return " ".join(map(str, value))
-    if (
-        name in ("request_id", "prefix", "session")
-        and isinstance(value, str | int)
-        and not isinstance(value, bool)
-    ):
+    if name in ("request_id", "prefix", "session") and type(value) in (int, str):
         return str(value)
     found = parsing.as_number(value, name)
     return str(int(found)) if found == int(found) and not name.endswith("_s") else repr(found)

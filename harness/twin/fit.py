@@ -476,9 +476,7 @@ def fitted_device(fit: Fit, log: EngineLog) -> DeviceConfig:
         return fit.device
     ran = f" of {log.settings.model}" if log.settings.model else ""
     errors = {"TPOT": fit.held_out.tpot_mean, "TTFT": fit.held_out.ttft_mean}
-    missed = ", ".join(
-        f"mean {name} {100 * error:+.1f} %" for name, error in errors.items() if isfinite(error)
-    )
+    missed = ", ".join(f"mean {name} {100 * one:+.1f} %" for name, one in errors.items() if isfinite(one))
     learned = f"{log.name}, {fit.which}{ran}"
     return replace(fit.device, fitted_from=f"{learned} (error on the others: {missed})")
 
@@ -508,11 +506,7 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str, trus
         if value is None:
             continue
         constant = learned.get(one.name)
-        comment = ""
-        if constant is not None:
-            comment = f"  # before {constant.prior:.4g}; {constant.how}"
-        written = json.dumps(value) if isinstance(value, bool | str) else str(value)
-        if isinstance(value, float):
-            written = f"{value:.6g}"
+        comment = "" if constant is None else f"  # before {constant.prior:.4g}; {constant.how}"
+        written = f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
         lines.append(f"{one.name}: {written}{comment}")
     return "\n".join(lines) + "\n"

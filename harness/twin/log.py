@@ -113,13 +113,15 @@ class LoggedRequests:
 class Timeseries:
     """The engine's state at instants `at_s`, as it logged it; every column has one entry for each instant.
 
-    `kv_use` is the share of the KV pool in use, from 0 to 1; None: not logged.
+    `kv_use` is the share of the KV pool in use, from 0 to 1; None: not logged. `hits` is the share of prompt tokens
+    that the prefix cache had lately, as the engine printed it; 0 where it did not.
     """
 
     at_s: FloatArray
     running: FloatArray
     waiting: FloatArray
     kv_use: FloatArray | None = None
+    hits: FloatArray | None = None
 
     def __len__(self) -> int:
         return len(self.at_s)
@@ -147,6 +149,7 @@ class EngineLog:
     steps: LoggedSteps | None = None
     # Of the client between an answer and its next turn, which the log does not tell.
     assumes_pauses: bool = False
+    warnings: tuple[str, ...] = ()  # of what no simulation of the log follows
 
     @property
     def scope(self) -> str:

@@ -6,7 +6,7 @@ from harness.report.numbers import digits, seconds
 from harness.report.style import Drawing, drawing_files, filled, inline, style
 from harness.store.atomic import write_files
 from harness.twin.figures import changes, latency, state
-from harness.twin.fit import doubts, trace_bytes
+from harness.twin.fit import trace_bytes
 from harness.twin.twin import Twin, constants_of, finding, grade, verdict
 from harness.twin.what_ifs import FIGURES, WhatIf, signed
 from harness.workload.deployment import deployment_of
@@ -65,8 +65,7 @@ def facts(twin: Twin) -> list[tuple[str, str]]:
 
 def notes(twin: Twin) -> list[str]:
     """What was assumed, left out or is not priced."""
-    found = [] if twin.fit is None else [f"Warning: {doubt}" for doubt in doubts(twin.fit)]
-    found += [*twin.log.notes, *twin.configured.notes]
+    found = [*twin.log.notes, *twin.configured.notes]
     if twin.fit is not None and twin.fit.said:
         found.append(twin.fit.said)
     if traffic_of(twin.config, twin.log.workload.header.client).waits is None:

@@ -51,7 +51,7 @@ _VLLM_STATE = re.compile(
     r"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: [\d.]+ tokens/s, "
     r"Avg generation throughput: [\d.]+ tokens/s, Running: (?P<running>\d+) reqs, "
     r"(?:Swapped: \d+ reqs, )?(?:Waiting|Pending): (?P<waiting>\d+) reqs"
-    r".*?GPU KV cache usage: (?P<kv>[\d.]+)%"
+    r".*?\w+ KV cache usage: (?P<kv>[\d.]+)%(?:.*?\bPrefix cache hit rate: (?P<hits>[\d.]+)%)?"
 )
 _SGLANG_STATE = re.compile(
     r"(?:Decode|Prefill) batch.*?#running-req: (?P<running>\d+).*?#queue-req: (?P<waiting>\d+)"
@@ -59,7 +59,7 @@ _SGLANG_STATE = re.compile(
 _SGLANG_USE = re.compile(r"token usage: (?P<kv>[\d.]+)")
 _SAID = {  # by vLLM, of a setting
     "version": r"(?:LLM engine \(v|API server version )(\d+\.\d+[\w.+]*)",
-    "pool_tokens": r"GPU KV cache size: ([\d,]+) tokens",
+    "pool_tokens": r"\w+ KV cache size: ([\d,]+) tokens",
     "pool_blocks": r"(?i)# (?:gpu|cuda) blocks: (\d+)",
     "async_scheduling": r"Asynchronous scheduling is (enabled|disabled)",
     "max_batched_tokens": r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)",
@@ -79,7 +79,7 @@ _CONFIG_KEYS = (
 )
 _SGLANG_POOL = ("max_total_num_tokens", "chunked_prefill_size", "max_running_requests", "context_len")
 _SERVER_MARKS = (
-    *(_ARGS, _CONFIG, "GPU KV cache size", "Avg prompt throughput", "server_args=", "max_total_num_tokens="),
+    *(_ARGS, _CONFIG, " KV cache size: ", "Avg prompt throughput", "server_args=", "max_total_num_tokens="),
     *("# GPU blocks", "# cuda blocks", "Decode batch"),
 )
 
@@ -164,14 +164,14 @@ def _arguments(text: str) -> dict[str, Any]:
 
 
 def _state(words: str) -> Iterator[tuple[float, str, list[float]]]:
-    """Time in seconds, engine, and running, waiting, KV use, prompt and generated tokens/s of a line on the state."""
+    """Time in seconds, engine, and running, waiting, KV use and share of cache hits of a line on the state."""
     if state := _VLLM_STATE.search(words):
-        values = [float(state[name]) for name in ("running", "waiting", "kv")]
-        values[2] /= 100
+        values = [float(state[name] or 0) for name in ("running", "waiting", "kv", "hits")]
+        values[2:] = [percent / 100 for percent in values[2:]]
         yield _seconds(words, "the engine's state", _VLLM_TIME)[0], state["engine"] or "0", values
     elif state := _SGLANG_STATE.search(words):
         use = _SGLANG_USE.search(words)
-        values = [float(state["running"]), float(state["waiting"]), float(use["kv"]) if use else np.nan]
+        values = [float(state["running"]), float(state["waiting"]), float(use["kv"]) if use else np.nan, 0.0]
         yield _seconds(words, "the engine's state", _SGLANG_TIME)[0], "0", values
 
 
@@ -209,8 +209,8 @@ def _series(states: list[tuple[float, str, list[float]]]) -> Timeseries:
     at_s = np.array(sorted(rows))
     table = np.array([rows[at] for at in at_s])  # [instants, engines, values]
     running, waiting = table[:, :, 0].sum(axis=1), table[:, :, 1].sum(axis=1)
-    kv = table[:, :, 2].mean(axis=1)
-    return Timeseries(at_s - at_s[0], running, waiting, None if np.isnan(kv).any() else kv)
+    kv, hits = table[:, :, 2].mean(axis=1), table[:, :, 3].mean(axis=1)
+    return Timeseries(at_s - at_s[0], running, waiting, None if np.isnan(kv).any() else kv, hits)
 
 
 # -- vLLM's requests --------------------------------------------------------------------------------------------------

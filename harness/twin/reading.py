@@ -25,7 +25,7 @@ from harness.twin.probe_log import read_probe
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
 from harness.twin.settings import EngineSettings, with_sglang_defaults, with_vllm_defaults
-from harness.twin.sharing import trace_of_log
+from harness.twin.sharing import UNSAID, trace_of_log
 from harness.twin.steps import LoggedSteps
 from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile, open_source
@@ -42,6 +42,9 @@ _COARSE_S, _FINE_S = 0.5, 0.01  # steps of the search for the clock of a series
 _MOST_SHIFTS = 10_000
 _LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of units
 _ONE_TOKEN_S = 0.1  # from the first token to the end of a request of one: the stream's last chunk takes less
+_SET_BACK_S = 1.0  # by which a clock goes back from a request to the one that was sent after it
+_RARELY = 0.05  # of the requests; more often they stand in another order than they were sent in
+_HITS = 0.05  # of the prompt tokens; fewer change little
 _LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
 
 
@@ -109,6 +112,7 @@ def _engine_log(folder: Path) -> EngineLog:
         client.said,
         None if found.steps is None else replace(found.steps, done_s=found.steps.done_s - origin),
         log.assumes_pauses,
+        tuple(_doubtful(log, times, series, sharing)),
     )
 
 
@@ -467,3 +471,23 @@ def _assumptions(times: LoggedRequests) -> list[str]:
             "another clock than first tokens, so much of each time to first token is no waiting."
         )
     return found
+
+
+def _doubtful(
+    log: RequestLog, times: LoggedRequests, series: Timeseries | None, sharing: Sequence[str]
+) -> Iterator[str]:
+    """What makes every simulation of a log wrong, said before any figure."""
+    back = np.flatnonzero(np.diff([row.arrival_s for row in log.rows]) < -_SET_BACK_S)
+    if log.in_order and 0 < len(back) <= _RARELY * len(log.rows):
+        first = f"Warning: times of sending go back {len(back)} times, first after request {back[0] + 1:,}: a clock "
+        yield f"{first}was set back, or the file has several runs, which are simulated as one."
+    several = times.output_tokens > 1
+    whole = int((several & (times.last_token_s <= times.first_token_s)).sum())
+    if whole > 0.5 * several.sum():
+        first = f"Warning: {whole:,} of {several.sum():,} answers came whole (not streamed): "
+        yield f"{first}what the log has as their time to first token is that of the answer, which is not predicted."
+    if series is not None and series.hits is not None and any(UNSAID in note for note in sharing):
+        during = series.hits[(series.at_s >= 0) & (series.at_s <= times.last_token_s.max())]
+        if len(during) and during[-1] > _HITS:
+            first = f"Warning: the server printed that {during[-1]:.0%} of the prompt tokens were in its prefix cache; "
+            yield f"{first}the log does not say which, and all are computed here (cached_tokens or hash_ids say it)."

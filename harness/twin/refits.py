@@ -75,7 +75,7 @@ def _unexplained(problem: FitProblem, place: FloatArray, part: IntArray) -> tupl
         without = _moved(problem, place, (~chosen).astype(np.float64), np.zeros(len(place)))
         tpot, ttft = problem.errors(_allowed(problem, place, without))
         errors.append((_mean(tpot[chosen]), _mean(ttft[chosen])))
-    steps, first = np.sqrt(np.nanmean(np.square(errors), axis=0))
+    steps, first = (np.sqrt(_mean(column)) for column in np.square(errors).T)
     return float(np.nan_to_num(steps)), float(np.nan_to_num(first))
 
 

@@ -57,6 +57,7 @@ class RequestLog:
     facts: dict[str, Any] = field(default_factory=dict)
     block_tokens: int | None = None  # of an id of `hash_ids`, where the log says it
     assumes_pauses: bool = False  # the log does not tell when a request was sent after the answer before it
+    in_order: bool = False  # its rows stand in the order in which they were sent
 
     def add(self, row: LoggedRequest | str) -> None:
         """Keep a request, or count a row that is no finished request under its reason."""

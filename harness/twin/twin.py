@@ -8,7 +8,7 @@ import numpy as np
 from harness.config.schema import RunConfig
 from harness.point.bands import Band
 from harness.twin.configured import Configured
-from harness.twin.fit import Fit
+from harness.twin.fit import Fit, doubts
 from harness.twin.log import EngineLog, FloatArray, Timeseries
 from harness.twin.prediction import Errors, PredictedRun, errors_of
 from harness.twin.what_ifs import WhatIf, measured_figures
@@ -94,7 +94,7 @@ def verdict(twin: Twin) -> str:
     if twin.fit is None:
         which = f"requests, with {constants_of(twin)}"
     elif not twin.fit.kept:
-        which += ", with the description's constants (the fit predicts them worse, so it is not used)"
+        which += ", with the description's constants"
     known = {"TPOT": errors.tpot_p50, "TTFT": errors.ttft_p50}
     missing = [name for name, error in known.items() if not np.isfinite(error)]
     said = [
@@ -108,7 +108,9 @@ def verdict(twin: Twin) -> str:
     ]
     few = " So few requests prove little." if errors.requests < FEWEST else ""
     answer = f"On {errors.requests:,} {which}: {'; '.join(parts)}.{few}"
-    return " ".join(filter(None, [twin.log.client, *twin.configured.warnings, answer, band_words(twin)]))
+    doubtful = [f"Warning: {doubt}" for doubt in doubts(twin.fit)] if twin.fit is not None else []
+    said = [twin.log.client, *twin.configured.warnings, *doubtful, answer, band_words(twin)]
+    return " ".join(filter(None, said))
 
 
 def band_words(twin: Twin) -> str:

@@ -303,7 +303,7 @@ def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _syntax_reason(text: str, error: json.JSONDecodeError) -> str:
     if error.msg.startswith("Extra data"):
-        return f"extra data after the object, column {error.colno}"
+        return f"extra data after the object (one is expected), column {error.colno}"
     if text.lstrip().startswith("["):
         return "expected one object a line, found the start of a list"
     if error.msg.startswith("Unterminated string") or error.pos >= len(text.rstrip()):

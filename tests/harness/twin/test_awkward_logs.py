@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from tiers import tier
 
+from harness.twin.configured import configured
+from harness.twin.log import EngineLog
 from harness.twin.reading import EngineLogError, read_engine_log
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
@@ -115,3 +117,84 @@ def test_failed_requests_of_guidellm_are_counted_beside_those_that_ended(tmp_pat
     document["benchmarks"][0].pop("metrics", None)
     (tmp_path / "benchmarks.json").write_text(json.dumps(document))
     assert read_engine_log(tmp_path).dropped["errored"] == 1
+
+
+def bench(folder: Path, count: int = 40, **changes: Any) -> EngineLog:
+    """A result of `vllm bench serve` of an open loop; `changes` are its lists instead of the usual ones."""
+    document = {
+        "input_lens": [100] * count,
+        "output_lens": [3] * count,
+        "ttfts": [0.05] * count,
+        "itls": [[0.01, 0.01]] * count,
+        "start_times": [100.0 + 0.3 * place for place in range(count)],
+    }
+    (folder / "result.json").write_text(json.dumps(document | changes))
+    return read_engine_log(folder)
+
+
+def server_log(folder: Path, *states: str) -> None:
+    """What a vLLM on a CPU prints every ten seconds."""
+    begin = "INFO 11-29 04:25:{:02}: Engine 000: Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 "
+    lines = [
+        f"{begin.format(4 * place)}tokens/s, Running: 1 reqs, Waiting: 0 reqs, CPU KV cache usage: 2.5%, {state}"
+        for place, state in enumerate(states)
+    ]
+    (folder / "server.log").write_text("\n".join(lines) + "\n")
+
+
+def test_a_result_in_order_has_nothing_to_warn_of(tmp_path: Path) -> None:
+    assert bench(tmp_path).warnings == ()
+
+
+@pytest.mark.parametrize("back_s", [10.0, 3600.0, 9.0])
+def test_a_clock_that_was_set_back_or_a_second_run_in_one_file_is_said_first(
+    tmp_path: Path, back_s: float
+) -> None:
+    starts = [100.0 + 0.3 * place - (back_s if place >= 20 else 0.0) for place in range(40)]
+    (said,) = bench(tmp_path, start_times=starts).warnings
+    assert "go back 1 times, first after request 20" in said
+    assert "several runs" in said
+
+
+def test_requests_in_another_order_are_no_clock_that_was_set_back(tmp_path: Path) -> None:
+    starts = [100.0 + 0.3 * (7 * place % 40) for place in range(40)]
+    assert bench(tmp_path, start_times=starts).warnings == ()
+
+
+def test_answers_that_came_whole_are_said_first(tmp_path: Path) -> None:
+    (said,) = bench(tmp_path, itls=[[]] * 40).warnings
+    assert "40 of 40 answers came whole" in said
+
+
+def test_a_cache_that_the_server_printed_and_the_log_does_not_know_is_said_first(tmp_path: Path) -> None:
+    server_log(tmp_path, "Prefix cache hit rate: 10.0%", "Prefix cache hit rate: 78.4%")
+    log = bench(tmp_path)
+    assert log.series is not None
+    assert log.series.kv_use is not None
+    assert log.series.kv_use.tolist() == [0.025, 0.025]
+    assert "78% of the prompt tokens were in its prefix cache" in log.warnings[0]
+    assert log.warnings == configured(log, ("device=h100", "model=llama3_8b")).warnings[:1]
+
+
+@pytest.mark.parametrize(
+    "state", ["Prefix cache hit rate: 1.0%", "External prefix cache hit rate: 78.4%", ""]
+)
+def test_a_cache_without_hits_is_not_said(tmp_path: Path, state: str) -> None:
+    server_log(tmp_path, state, state)
+    assert bench(tmp_path).warnings == ()
+
+
+def test_a_cache_is_not_said_where_the_log_knows_its_hits(tmp_path: Path) -> None:
+    server_log(tmp_path, *["Prefix cache hit rate: 78.4%"] * 2)
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s,cached_tokens"]
+    lines += [f"{0.3 * place},100,3,{0.3 * place + 0.05},{0.3 * place + 0.07},64" for place in range(40)]
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    assert read_engine_log(tmp_path).warnings == ()
+
+
+def test_several_results_in_one_file_are_refused_by_what_is_expected(tmp_path: Path) -> None:
+    bench(tmp_path)
+    whole = (tmp_path / "result.json").read_text()
+    (tmp_path / "result.json").write_text(f"{whole}\n{whole}\n")
+    with pytest.raises(EngineLogError, match="extra data after the object \\(one is expected\\)"):
+        read_engine_log(tmp_path)

@@ -428,6 +428,15 @@ def test_a_log_without_any_duration_is_refused() -> None:
 # -- what speaks against a fit ------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_log_without_times_between_tokens_is_fitted_by_its_first_tokens() -> None:
+    log = planted(TRUE, 40)
+    whole = replace(log.requests, last_token_s=log.requests.first_token_s)
+    found = fit_device(replace(log, requests=whole), config(), first=20)
+    assert found.device.step_spread == 0.0
+    assert np.isfinite(found.held_out.ttft_p50)
+
+
 def test_a_fit_that_explains_its_log_has_no_doubts(fit: Fit) -> None:
     assert doubts(fit) == []
     assert not explains_nothing(fit)

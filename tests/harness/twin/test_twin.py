@@ -339,6 +339,10 @@ def test_a_log_in_milliseconds_is_fitted_to_nothing_and_not_kept(
     assert "the simulation cannot be fitted to this log" in said
     assert "units of time" in said
     assert not out.exists()
+    words = ["twin", str(tmp_path), "--first", "30", "--no-what-ifs", "--out", str(tmp_path / "page")]
+    assert main([*words, f"device={planted.parent / 'described.yaml'}", "model=tiny_llama", *ENGINE]) == 0
+    assert "Warning: the fit misses even the requests that it was fitted to" in capsys.readouterr().out
+    assert not (tmp_path / "page" / "fit.yaml").exists()
 
 
 def test_settings_that_let_fewer_requests_run_than_the_log_shows_are_refused(
