@@ -221,9 +221,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="fit a device to the log of an engine that ran on it, and measure nothing here; see twin --help",
     )
-    parser.add_argument(
-        "--first", type=int, metavar="N", help="--from-log: requests to fit; default: a quarter"
-    )
+    parser.add_argument("--first", type=int, metavar="N", help="--from-log: requests to fit (a quarter)")
     parser.add_argument(
         "--out",
         metavar="FILE",

@@ -47,18 +47,12 @@ def _add(parser: argparse.ArgumentParser) -> None:
         help="answer this alone: a setting (scheduler.max_running=64,96) or the load (load=1.5); may be repeated",
     )
     parser.add_argument("--no-what-ifs", action="store_true", help="leave out the what-ifs")
-    parser.add_argument(
-        "--first", type=int, metavar="N", help="fit the first N requests; default: a quarter of all"
-    )
+    parser.add_argument("--first", type=int, metavar="N", help="fit the first N requests; default: a quarter")
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to scrape; default: 60")
-    parser.add_argument(
-        "--check", metavar="URL|FILE", help="compare a /metrics page with the prediction, and end"
-    )
-    parser.add_argument(
-        "--tolerance", type=float, default=0.1, metavar="T", help="of --check; default: 0.1 (10 %%)"
-    )
+    parser.add_argument("--check", metavar="URL|FILE", help="compare a /metrics page with it, and end")
+    parser.add_argument("--tolerance", type=float, default=0.1, metavar="T", help="of --check; default: 0.1")
 
 
 def _run(arguments: Arguments) -> int:

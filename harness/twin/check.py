@@ -178,9 +178,7 @@ def _gauges(run: PredictedRun, found: Pages) -> Iterator[Compared]:
     yield gauge("running requests", series.running, RUNNING, _LEAST_COUNT, mean=False)
     yield gauge("waiting requests", series.waiting, WAITING, _LEAST_COUNT, mean=False)
     if series.kv_use is None:
-        yield Compared(
-            "kv_cache_usage_perc", (nan, nan), None, "the use of several replicas' pools is not predicted"
-        )
+        yield Compared("kv_cache_usage_perc", (nan, nan), None, "use of several pools is not predicted")
         return
     yield gauge("kv_cache_usage_perc", series.kv_use, KV, _LEAST_SHARE, mean=True)
     tokens = run.token_use(at_s)

@@ -360,7 +360,5 @@ def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> lis
             f"{', '.join(f'{key}={value:g}' for key, value in _FRONT_END.items())}. A fit begins there."
         )
     if not settings.knows_pool and not chosen & _POOL:
-        found.append(
-            "The log does not give the pool: it is what the device's memory holds beside the weights."
-        )
+        found.append("The log does not give the pool: it is what the device's memory has beside the weights.")
     return found

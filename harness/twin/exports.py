@@ -228,9 +228,7 @@ def _check_whole(document: rows.JsonDocument, path: rows.Path, count: int) -> No
         total = total.get(name) if isinstance(total, dict) else None
     with document.placed((*path, "requests", "successful")):
         if isinstance(total, int) and total > count:
-            reason = (
-                f"a sample of {count} of {total} successful requests; write the file without a sample size"
-            )
+            reason = f"a sample of {count} of {total} successful requests; write all of them"
             raise RowError(None, reason)
 
 

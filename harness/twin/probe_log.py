@@ -152,9 +152,7 @@ def read_probe(files: Sequence[SourceFile]) -> ProbeLog:
         told["num_gpu_blocks_override"] = pool
         settings = VLLM.read(told, first.name, str(head.get("vllm")))
     if reader.lost:
-        notes.append(
-            f"{first.name}: {reader.lost:,} lines were lost, because the disk of the server was too slow."
-        )
+        notes.append(f"{first.name}: {reader.lost:,} lines were lost: the disk of the server was too slow.")
     if not reader.steps:
         return ProbeLog(reader.log, settings, None, None, notes)
     steps = np.array(reader.steps, dtype=np.float64)

@@ -161,11 +161,9 @@ def _write_settings(samples: Samples, folder: Path) -> list[str]:
 def read_series(file: SourceFile) -> tuple[Timeseries, list[str]]:
     """The series on its own clock, and notes. KV use of 0 throughout was not recorded. Raises TraceError."""
     rows: list[list[float]] = []
-    for line, fields in csv_rows(file, SERIES_COLUMNS):
+    for line, row in csv_rows(file, SERIES_COLUMNS):
         with placed(file, line):
-            rows.append(
-                [text_number(fields, name, 0, _MOST.get(name, MAX_INTEGER)) for name in SERIES_COLUMNS]
-            )
+            rows.append([text_number(row, name, 0, _MOST.get(name, MAX_INTEGER)) for name in SERIES_COLUMNS])
             if len(rows) > 1 and rows[-1][0] <= rows[-2][0]:
                 raise RowError("t", f"{rows[-1][0]:g} is not after {rows[-2][0]:g} of the row before")
     if not rows:

@@ -402,7 +402,7 @@ def with_sglang_defaults(settings: EngineSettings) -> EngineSettings:
     unmapped = dict(settings.unmapped)
     if unmapped.get("enable_mixed_chunk") != "True":
         unmapped["enable_mixed_chunk"] = (
-            "False: prefill and decode run in separate steps; simulated as mixed steps"
+            "False: prefill and decode have steps of their own; simulated as mixed"
         )
     if settings.policy is None:
         unmapped["schedule_policy"] = "the default orders the queue by matching prefixes; simulated as fcfs"

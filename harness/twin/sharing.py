@@ -74,9 +74,7 @@ def _shared(
         return _by_counts(rows, times)
     text = f"requests: {UNSAID}; none is assumed to."
     if all(row.cached_tokens == 0 for row in rows):
-        text = (
-            "requests: no prompt token was found in the prefix cache, so that no prompts share a beginning."
-        )
+        text = "requests: no prompt token was found in the prefix cache: no prompts share a beginning."
     return Shared(_alone(rows), (None,) * len(rows), (text,))
 
 

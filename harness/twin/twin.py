@@ -138,9 +138,7 @@ def constants_of(twin: Twin) -> str:
     """Where the device's constants come from, in words."""
     fitted_from = twin.config.device.fitted_from
     if twin.fit is not None:
-        return (
-            "constants fitted to this log" if twin.fit.kept else "the constants of the device's description"
-        )
+        return "constants " + ("fitted to this log" if twin.fit.kept else "of the device's description")
     if fitted_from is None:
         return "the constants of the device's description"
     same = fitted_from.startswith(f"{twin.log.name}, ")
