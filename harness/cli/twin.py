@@ -250,9 +250,7 @@ def calibrate_from_log(arguments: Arguments) -> int:
     for one in fit.constants:
         say(f"  {one.key:24} {one.prior:10.4g} -> {one.value:10.4g}  ({one.how})")
     say(f"kept in {path} and {deployment_file(path).name}; start from this deployment with")
-    say(
-        f"  deployment={deployment_file(path)} (device={path} is the hardware alone, without the engine's settings)"
-    )
+    say(f"  deployment={deployment_file(path)} (device={path} is the hardware without the settings)")
     say(f"  trace=pagetwin trace.path={workload_file(path)} is its load, sent as its client did")
     return 0
 

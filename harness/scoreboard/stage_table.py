@@ -246,9 +246,7 @@ def _predicted(run: StagedRun, cost: str, whole_prompts: bool) -> dict[tuple[int
 def compared(rows: Sequence[Mapping[str, Any]], ours: str) -> list[dict[str, Any]]:
     """Of each simulator the median error in size over the rows that it shares with `ours`, and that of `ours` there."""
     found = []
-    names = dict.fromkeys(
-        name for row in rows for name in row if name not in _KNOWN and "PageTwin" not in name
-    )
+    names = dict.fromkeys(key for row in rows for key in row if key not in _KNOWN and "PageTwin" not in key)
     for name in names:
         shared = [row for row in rows if name in row and ours in row]
         for figure in ("all", *FIGURES):

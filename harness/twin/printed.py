@@ -291,9 +291,8 @@ def _vllm_row(name: str, request: _Open) -> LoggedRequest | str:
         return "no prompt_token_ids (vLLM after 0.10 logs them with VLLM_LOGGING_LEVEL=DEBUG)"
     tokens = sum(count for _, count in request.chunks)
     first, last, prompt = request.chunks[0][0], request.chunks[-1][0], request.prompt
-    return LoggedRequest(
-        name, request.at_s, first, last, len(prompt), tokens, prompt_ids=prompt, line=request.line
-    )
+    times = (request.at_s, first, last)
+    return LoggedRequest(name, *times, len(prompt), tokens, prompt_ids=prompt, line=request.line)
 
 
 # -- SGLang's requests ------------------------------------------------------------------------------------------------

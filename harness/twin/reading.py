@@ -20,7 +20,7 @@ from harness.twin import exports, printed, settings_files
 from harness.twin.client import LogClient, client_of
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
-from harness.twin.log import WRITTEN_TWICE, EngineLog, LoggedRequests, Timeseries
+from harness.twin.log import WRITTEN_TWICE, EngineLog, IntArray, LoggedRequests, Timeseries
 from harness.twin.probe_log import read_probe
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
@@ -44,6 +44,7 @@ _LONGEST_S = 86_400.0  # of a request; a longer one is a mix of clocks or of uni
 _ONE_TOKEN_S = 0.1  # from the first token to the end of a request of one: the stream's last chunk takes less
 _SET_BACK_S = 1.0  # by which a clock goes back from a request to the one that was sent after it
 _RARELY = 0.05  # of the requests; more often they stand in another order than they were sent in
+_GROWS = 0.9  # of the turns
 _HITS = 0.05  # of the prompt tokens; fewer change little
 _LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
 
@@ -112,7 +113,7 @@ def _engine_log(folder: Path) -> EngineLog:
         client.said,
         None if found.steps is None else replace(found.steps, done_s=found.steps.done_s - origin),
         log.assumes_pauses,
-        tuple(_doubtful(log, times, series, sharing)),
+        tuple(_doubtful(log, times, series, sharing, client.before)),
     )
 
 
@@ -474,7 +475,11 @@ def _assumptions(times: LoggedRequests) -> list[str]:
 
 
 def _doubtful(
-    log: RequestLog, times: LoggedRequests, series: Timeseries | None, sharing: Sequence[str]
+    log: RequestLog,
+    times: LoggedRequests,
+    series: Timeseries | None,
+    sharing: Sequence[str],
+    before: IntArray,
 ) -> Iterator[str]:
     """What makes every simulation of a log wrong, said before any figure."""
     back = np.flatnonzero(np.diff([row.arrival_s for row in log.rows]) < -_SET_BACK_S)
@@ -486,7 +491,14 @@ def _doubtful(
     if whole > 0.5 * several.sum():
         first = f"Warning: {whole:,} of {several.sum():,} answers came whole (not streamed): "
         yield f"{first}what the log has as their time to first token is that of the answer, which is not predicted."
-    if series is not None and series.hits is not None and any(UNSAID in note for note in sharing):
+    if not any(UNSAID in note for note in sharing):
+        return
+    turns = np.flatnonzero(before >= 0)
+    said = (times.prompt_tokens + times.output_tokens)[before[turns]]
+    if len(turns) and (times.prompt_tokens[turns] >= said).mean() > _GROWS:
+        first = "Warning: the prompt of each turn is as long as all that its conversation has said; the engine may "
+        yield f"{first}have had it in its prefix cache, which the log does not say, and all is computed here."
+    if series is not None and series.hits is not None:
         during = series.hits[(series.at_s >= 0) & (series.at_s <= times.last_token_s.max())]
         if len(during) and during[-1] > _HITS:
             first = f"Warning: the server printed that {during[-1]:.0%} of the prompt tokens were in its prefix cache; "

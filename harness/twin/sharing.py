@@ -43,17 +43,13 @@ def trace_of_log(
     """The requests as a trace that arrives at `entered_s`, and notes on what is known of their sharing."""
     shared = _shared(log, rows, times, prompts)
     requests = tuple(
-        TraceRequest(
-            i, round(float(at_s) * 1e6), row.prompt_tokens, row.output_tokens, segments, output_key=key
-        )
-        for i, (row, at_s, segments, key) in enumerate(
+        TraceRequest(i, round(float(at_s) * 1e6), row.prompt_tokens, row.output_tokens, parts, output_key=key)
+        for i, (row, at_s, parts, key) in enumerate(
             zip(rows, times.entered_s, shared.segments, shared.outputs, strict=True)
         )
     )
-    file, count = log.file, (log.read, len(rows), log.dropped)
-    header = TraceHeader(
-        file.name, log.format, file.name, CHAINED, shared.block_tokens, 1, file.sha256, *count
-    )
+    file, more = log.file, (CHAINED, shared.block_tokens, 1, log.file.sha256)
+    header = TraceHeader(file.name, log.format, file.name, *more, log.read, len(rows), log.dropped)
     return Trace(header, requests), shared.notes
 
 
@@ -99,12 +95,10 @@ def cached_before(trace: Trace, pool_tokens: int) -> Trace | None:
     known = any(segment.key is not None for row in rows for segment in row.segments)
     if known or sum(row.prompt_tokens for row in rows) > pool_tokens:
         return None
-    text = _key("prompts of an earlier run")
+    key = _key("prompts of an earlier run")
     ends = (Segment(None, 1),)
     cached = (
-        replace(
-            row, segments=(Segment(text, row.prompt_tokens - 1), *ends) if row.prompt_tokens > 1 else ends
-        )
+        replace(row, segments=(Segment(key, row.prompt_tokens - 1), *ends) if row.prompt_tokens > 1 else ends)
         for row in rows
     )
     return trace.changed(tuple(cached), "its prompts were cached before it began")

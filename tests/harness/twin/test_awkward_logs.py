@@ -12,6 +12,7 @@ from tiers import tier
 from harness.twin.configured import configured
 from harness.twin.log import EngineLog
 from harness.twin.reading import EngineLogError, read_engine_log
+from traces.trace import ClientKind
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 LOGS = {
@@ -190,6 +191,21 @@ def test_a_cache_is_not_said_where_the_log_knows_its_hits(tmp_path: Path) -> Non
     lines += [f"{0.3 * place},100,3,{0.3 * place + 0.05},{0.3 * place + 0.07},64" for place in range(40)]
     (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
     assert read_engine_log(tmp_path).warnings == ()
+
+
+@pytest.mark.parametrize(("grows", "warned"), [(130, True), (0, False)])
+def test_turns_that_repeat_their_conversation_are_said_where_the_log_has_no_hits(
+    tmp_path: Path, grows: int, warned: bool
+) -> None:
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s,session"]
+    for place in range(40):
+        turn, session = divmod(place, 10)
+        sent = 5.0 * turn + 0.1 * session
+        lines.append(f"{sent},{100 + turn * grows},30,{sent + 0.05},{sent + 0.9},s{session}")
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    log = read_engine_log(tmp_path)
+    assert log.workload.header.client.kind is ClientKind.multi_turn
+    assert any("all that its conversation has said" in said for said in log.warnings) is warned
 
 
 def test_several_results_in_one_file_are_refused_by_what_is_expected(tmp_path: Path) -> None:
