@@ -20,7 +20,7 @@ from math import exp, log, sqrt
 from typing import Any
 
 import numpy as np
-from scipy.special import ndtr, ndtri, stdtrit
+from scipy.special import ndtri, stdtrit
 
 from engine.core.plan import Row, StepPlan
 from harness.config.errors import ConfigError
@@ -127,29 +127,15 @@ def bands(
 
 def _band(name: str, value: float, errors: FloatArray, device: DeviceConfig) -> Band:
     family = name.partition("_")[0]
-    described = device.fits is None and device.name != EngineDevice.cpu.value
-    left = [_DESCRIBED, device.step_spread] if described else []  # the draws of a calibration have its errors
-    left.append(device.ttft_spread if family == "ttft" else 0.0)
+    left = [device.ttft_spread if family == "ttft" else 0.0]
+    # the draws of a calibration have its errors
+    if device.fits is None and device.name != EngineDevice.cpu.value:
+        left += [_DESCRIBED, device.step_spread]
     if device.fits is None or family != "tpot":  # the steps that a fit's draws simulate have their repeats
         left.append(_REPEATS.get(family, _OTHER_REPEATS))
-    reach, own = float(stdtrit(len(errors) - 1, 0.5 + COVERS / 2)), sqrt(sum(one**2 for one in left))
-    if described:
-        low, high = _ends(reach / float(ndtri(0.5 + COVERS / 2)) * np.append(errors, own))
-        return Band(value * exp(min(low, 0.0)), value * exp(max(high, 0.0)))
-    reach *= sqrt(float(np.mean(errors**2)) + own**2)
+    spread = sqrt(float(np.mean(errors**2)) + sum(one**2 for one in left))
+    reach = float(stdtrit(len(errors) - 1, 0.5 + COVERS / 2)) * spread
     return Band(value * exp(-reach), value * exp(reach))
-
-
-def _ends(parts: FloatArray) -> FloatArray:
-    """Where the outer tenth of draws begins that each are off by chance too, by the last of `parts`.
-
-    What a description leaves open reaches further to one side: prompts that may be cached make a first token sooner
-    alone, and a slow host makes it later. Fits of one log are near each other, and their band is as wide to both.
-    """
-    errors, own = parts[:-1], float(parts[-1])
-    at = np.linspace(errors.min() - 4 * own, errors.max() + 4 * own, 1_000)
-    below = ndtr((at[:, None] - errors) / own).mean(axis=1)
-    return np.interp((0.5 - COVERS / 2, 0.5 + COVERS / 2), below, at)
 
 
 def possible(point: Point, doublings: float = 0.0) -> Iterator[Point]:

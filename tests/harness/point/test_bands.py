@@ -65,28 +65,6 @@ def test_a_band_has_the_unit_of_its_figure_and_holds_it() -> None:
     assert found.holds(2.0)
 
 
-def test_what_makes_a_first_token_sooner_alone_does_not_make_it_later() -> None:
-    """A third of the draws has its prompts in the cache; the others differ by 10 % at most."""
-    drawn = [{"ttft_p50": value} for value in (0.1, 0.9, 1.1) * 4]
-    found = bands({"ttft_p50": 1.0}, drawn, DeviceConfig(name="h100"))["ttft_p50"]
-    assert found.low < 0.12
-    assert 1.1 < found.high < 1.4
-
-
-def test_a_described_device_whose_draws_are_even_has_an_even_band() -> None:
-    drawn = [{"tpot_p50": 1.2 ** (place / 5)} for place in (-5, -4, -3, -2, -1, -1, 1, 1, 2, 3, 4, 5)]
-    found = bands({"tpot_p50": 1.0}, drawn, DeviceConfig(name="h100"))["tpot_p50"]
-    assert found.low * found.high == pytest.approx(1.0, abs=1e-3)
-    assert 1.2 < found.high < 1.4
-
-
-def test_a_band_holds_its_figure_where_all_draws_lie_to_one_side() -> None:
-    drawn = [{"tpot_p50": 1.5}, {"tpot_p50": 1.6}]
-    found = bands({"tpot_p50": 1.0}, drawn, DeviceConfig(name="h100"))["tpot_p50"]
-    assert found.low == 1.0
-    assert found.high > 1.6
-
-
 def test_prices_that_do_not_follow_the_constants_have_no_band() -> None:
     assert possible_devices(point("device=cpu", "cache.pool_blocks=2000").deployment) == []
     unknown = replace(point("device=h100").deployment.device, fitted_from="a log, before bands were kept")
