@@ -350,8 +350,7 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
 
 
 def _analytic(point: Point) -> dict[str, float]:
-    workload, pool = point.workload, point.pool
-    rows = workload.trace.columns
+    workload, pool, rows = point.workload, point.pool, point.trace.columns
     if pool.groups is not None or workload.resubmits:
         return {}  # the closed forms are those of one block table, and of the requests of the trace
     lengths = Lengths(
@@ -366,8 +365,9 @@ def _analytic(point: Point) -> dict[str, float]:
     reserve = pool.max_model_len if contiguous else None
     uneven = contiguous and pool.policy is not CachePolicy.contiguous_max
     figures = analytic_metrics(lengths, CacheShape(pool.block_size, reserve, pool.prefix_caching, uneven))
-    # others have widths of their own, drafts, or branches that end early
+    # others have widths of their own, drafts, branches that end early or share no block
     plain = workload.trace_decoding.configured.speculation is None and workload.drawn.survival is None
+    plain &= workload.width == 1 or not point.deployment.cache.copy_at_fork
     if plain and workload.decodings <= {workload.trace_decoding.configured}:
         return figures
     return {name: figures[name] for name in _OF_PROMPTS if name in figures}

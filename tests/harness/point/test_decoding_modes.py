@@ -164,6 +164,22 @@ def test_widths_of_the_trace_are_decided_alike_on_both_sides(wide: RunConfig) ->
     assert "computed_tokens" not in record.analytic
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_the_closed_form_of_copies_on_write_is_none_of_copies_at_a_fork(
+    config: RunConfig, copies: bool
+) -> None:
+    config.measure, config.cache.pool_tokens, config.workload.request_rate = False, 100_000, 0.01
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+    config.cost.kind, config.cache.copy_at_fork = CostKind.roofline, copies
+    record = run_point(config).record
+    names = [name for name in ("copies_per_token", "blocks_allocated") if name in record.analytic]
+    assert names == ([] if copies else ["copies_per_token", "blocks_allocated"])
+    assert {name: record.analytic[name] for name in names} == pytest.approx(
+        {name: record.simulated[name] for name in names}
+    )
+    assert "hit_tokens" in record.analytic
+
+
 def test_drafts_go_beside_requests_of_several_sequences(wide: RunConfig) -> None:
     record = run_point(drafting(wide)).record
     assert record.levels["counts"]["identical"], record.levels["counts"]
