@@ -233,7 +233,7 @@ def check_trace(config: RunConfig) -> Iterator[ConfigError]:
     trace = config.trace
     generated = trace.format is TraceFormat.generated
     if generated and trace.path is not None:
-        reason = f"found '{trace.path}', but trace.format=generated reads no file; add trace=file (finds its form)"
+        reason = f"found '{trace.path}', but trace.format=generated reads no file; add trace=file"
         yield ConfigError("trace.path", reason)
     elif not generated and not trace.path:
         reason = f"missing: trace.format={trace.format} reads a file; add trace.path=FILE"
