@@ -45,6 +45,7 @@ _ONE_TOKEN_S = 0.1  # from the first token to the end of a request of one: the s
 _SET_BACK_S = 1.0  # by which a clock goes back from a request to the one that was sent after it
 _RARELY = 0.05  # of the requests; more often they stand in another order than they were sent in
 _GROWS = 0.9  # of the turns
+_BESIDE_S = 10.0  # vLLM prints its state so often
 _HITS = 0.05  # of the prompt tokens; fewer change little
 _LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
 
@@ -491,6 +492,13 @@ def _doubtful(
     if whole > 0.5 * several.sum():
         first = f"Warning: {whole:,} of {several.sum():,} answers came whole (not streamed): "
         yield f"{first}what the log has as their time to first token is that of the answer, which is not predicted."
+    if series is not None:
+        first_s, last_s = times.entered_s.min() - _BESIDE_S, times.last_token_s.max() + _BESIDE_S
+        busy = series.at_s[series.running > 0]
+        others = int(((busy < first_s) | (busy > last_s)).sum())
+        if others > max(1.0, _RARELY * len(busy)):
+            first = f"Warning: {others} of {len(busy)} states in which the server had work lie beside these requests: "
+            yield f"{first}it served others too, whose states these may be (KV use, inferred ceilings, hits)."
     if not any(UNSAID in note for note in sharing):
         return
     turns = np.flatnonzero(before >= 0)

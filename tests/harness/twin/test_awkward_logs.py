@@ -208,6 +208,26 @@ def test_turns_that_repeat_their_conversation_are_said_where_the_log_has_no_hits
     assert any("all that its conversation has said" in said for said in log.warnings) is warned
 
 
+@pytest.mark.parametrize("other_runs", [True, False])
+def test_a_server_log_of_several_runs_is_said_first(tmp_path: Path, other_runs: bool) -> None:
+    usual = [0, 1, 1, 1, 0, 1, 1, 0, 0]
+    lines = []
+    for place, running in enumerate([4] * 20 * other_runs + [0] * 5 + usual):
+        state = f"Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 tokens/s, Running: {running} reqs"
+        minute, second = divmod(10 * place, 60)
+        at = f"INFO 11-29 04:{minute:02}:{second:02}: Engine 000"
+        lines.append(f"{at}: {state}, Waiting: 0 reqs, GPU KV cache usage: 2.5%")
+    (tmp_path / "server.log").write_text("\n".join(lines) + "\n")
+    starts = [10.0 * place - 5.0 for place, running in enumerate(usual) if running]
+    log = bench(
+        *(tmp_path, len(starts)),
+        start_times=starts,
+        ttfts=[0.1] * len(starts),
+        itls=[[9.0, 0.8]] * len(starts),
+    )
+    assert any("served others too" in said for said in log.warnings) is other_runs
+
+
 def test_several_results_in_one_file_are_refused_by_what_is_expected(tmp_path: Path) -> None:
     bench(tmp_path)
     whole = (tmp_path / "result.json").read_text()
