@@ -274,7 +274,7 @@ def test_a_command_line_of_sglang_is_mapped(tmp_path: Path) -> None:
 
 def test_what_differs_in_the_scheduler_of_sglang_is_said(tmp_path: Path) -> None:
     found = settings(tmp_path, "serve.sh", "python -m sglang.launch_server --model-path m\n")
-    assert "separate steps" in found.unmapped["enable_mixed_chunk"]
+    assert "steps of their own" in found.unmapped["enable_mixed_chunk"]
     assert "simulated as fcfs" in found.unmapped["schedule_policy"]
 
 
