@@ -17,8 +17,8 @@ import torch
 
 from engine.core.errors import CoreError
 from engine.core.identity import TokenIdentity
+from engine.core.memory.group_chunks import pages_of
 from engine.core.memory.group_layout import GroupLayout, LayerSet, layout_of
-from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, host_memory, layer_groups
 from engine.core.options import (
     CachePolicy,

@@ -21,9 +21,8 @@ import torch
 
 from engine.core.memory.block_pool import NULL_BLOCK
 from engine.core.memory.block_tables import GroupTables
-from engine.core.memory.group_chunks import ChunkPages
+from engine.core.memory.group_chunks import ChunkPages, pages_of
 from engine.core.memory.group_layout import GroupLayout, KVGroup
-from engine.core.memory.group_pages import pages_of
 from engine.core.options import GroupKind, GroupPages
 from engine.core.plan import IntArray, StepPlan
 from engine.runtime.errors import AuditError, ModelError
@@ -631,7 +630,7 @@ def _in_one_memory(
     flat = memory_on(device, (front + memory,), dtype)
     made, caches = [], []
     for index, (group, size) in enumerate(zip(layout.groups, sizes, strict=True)):
-        count, first = core.counts[index], core.page(index, 0)
+        count, first = core.pools[index].num_blocks, core.page(index, 0)
         pages = flat[front - size : front + count * size].view(count + 1, size)
         made.append(_Pages([(pages, 0, storage_of(dtype)[1])], count, first - 1))
         own = []

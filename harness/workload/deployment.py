@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 from engine.core.errors import CoreError
 from engine.core.memory.eviction import CheckpointRule
+from engine.core.memory.group_chunks import pages_of
 from engine.core.memory.group_layout import GroupLayout, LayerSet, layout_of
-from engine.core.memory.group_pages import pages_of
 from engine.core.options import CachePolicy, GroupKind, GroupPages, SchedulerLimits, SchedulerOptions
 from engine.runtime.models.spec import ModelSpec
 from engine.runtime.options import Dtype, KVDtype

@@ -16,7 +16,7 @@ from engine.core.memory.block_pool import ResidencySampler
 from engine.core.memory.contiguous import ContiguousManager
 from engine.core.memory.eviction import EvictionPolicy
 from engine.core.memory.eviction_rules import new_policy
-from engine.core.memory.group_pages import pages_of
+from engine.core.memory.group_chunks import pages_of
 from engine.core.memory.manager import KVCacheManager
 from engine.core.memory.paged import PagedManager
 from engine.core.memory.tiers import HostBlocks, Tier, Tiers, TierSpec

@@ -9,7 +9,7 @@ from sim_cases import play
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.eviction import EvictionPolicy
-from engine.core.memory.group_pages import pages_of
+from engine.core.memory.group_chunks import pages_of
 from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.memory.tiers import Tiers
 from engine.core.options import (

@@ -7,9 +7,8 @@ from slot_model import SlotModel
 
 from engine.core.memory.block_pool import NULL_BLOCK
 from engine.core.memory.block_tables import GroupTables
-from engine.core.memory.group_chunks import ChunkPages
+from engine.core.memory.group_chunks import pages_of
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.options import (
     GroupKind,
@@ -117,8 +116,6 @@ class GroupSlotModel(SlotModel):
 
     def group_of(self, page: int) -> int:
         """The group of a cached page, by its key."""
-        if isinstance(self.pages, ChunkPages):
-            return self.pages.hash_of(page)[0]
         pools = (share.pool for share in self.pages.shares)
         return next(pool for pool in pools if page <= pool.offset + pool.num_blocks).hash_of(page)[0]
 

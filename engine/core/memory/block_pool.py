@@ -173,6 +173,8 @@ class BlockPool:
     Of several pools each numbers its blocks from `offset` + 1 on.
     """
 
+    names_inside = True  # a hit may end inside a block
+
     def __init__(
         self,
         num_blocks: int,

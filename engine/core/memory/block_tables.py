@@ -12,7 +12,6 @@ from engine.core.errors import InvariantError, UnknownSequenceError
 from engine.core.identity import InnerHash
 from engine.core.memory.block_pool import NULL_BLOCK, BlockPool
 from engine.core.memory.eviction import EvictionOrder
-from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import KVGroup
 from engine.core.options import GroupKind
 from engine.core.plan import CopyList, StaleList
@@ -148,7 +147,7 @@ class BlockTables:
 
     def __init__(
         self,
-        pool: BlockPool | ChunkPages,
+        pool: BlockPool,
         block_size: int,
         group: KVGroup | None = None,
         order: EvictionOrder | None = None,
@@ -415,7 +414,7 @@ class BlockTables:
         if gone[-1] == table[-1] and not self.keeps_states:
             counters.written += len(table) * self.block_size - computed
             counters.blocks_dropped(gone)
-        if self.group is not None and not self.keeps_states and isinstance(self.pool, BlockPool):
+        if self.group is not None and not self.keeps_states:
             for place, block in enumerate(dropped, first):
                 if isinstance(self.pool.hash_of(block), InnerHash) and block in gone:
                     self.pool.filled[block] = min(self.block_size, computed - place * self.block_size)

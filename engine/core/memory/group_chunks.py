@@ -8,28 +8,79 @@ one large page given to one request first, so that it becomes free as a whole wh
 pages are taken is our reading of it: empty pages of other requests are used before content is evicted.
 
 A page is named by a number that no other group has: the first number of its group, and its place. A cached page is
-evicted when its bytes are needed, by its own group or by another.
+evicted when its bytes are needed, by its own group or by another. So each group has a pool as if the memory were its
+own alone, and `ChunkPages` says which of its pages are taken and evicted.
 """
 
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from operator import add, mul
+from typing import Any
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
-from engine.core.identity import BlockHash
-from engine.core.memory.block_pool import UNKNOWN_ORIGIN, BlockOrigin, CacheEvent, HashIndex
-from engine.core.memory.eviction import EvictionOrder
+from engine.core.memory.block_pool import BlockPool
+from engine.core.memory.eviction import EvictionOrder, Released
 from engine.core.memory.group_layout import GroupLayout
+from engine.core.memory.group_pages import PoolPages
 from engine.core.options import GroupPages, Retention
-from engine.core.request import Request
 
 
-class ChunkPages:
-    """Pages of all groups in one memory of `count` chunks. The methods are those of `PoolPages` and of a pool.
+class _ChunkPool(BlockPool):
+    """The pages of one group. Which of them have bytes without content is known to the chunks."""
 
-    `counts` says how many pages of each group the whole memory would hold. A page is taken from, in this order:
+    names_inside = False
+
+    def __init__(
+        self, count: int, chunks: "ChunkPages", group: int, *, eviction: EvictionOrder, **options: Any
+    ) -> None:
+        super().__init__(count, eviction=eviction, **options)
+        self._chunks, self._group, self.order = chunks, group, eviction
+        self._extend(count)
+        self._uncached.clear()
+
+    def occupy(self, page: int) -> None:
+        """An empty page gets a reference."""
+        self._refs[page] = 1
+        self.free_blocks -= 1
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """Cached pages lose their content."""
+        self.order.reuse((), pages)
+        self._remove_hashes(pages)
+        self._void(pages)
+
+    def share(self, blocks: Sequence[int]) -> int:
+        """As `BlockPool.share`."""
+        revived = [page for page in blocks if not self._refs[page]]
+        super().share(blocks)
+        self._chunks.revived(self._group, revived)
+        return len(revived)
+
+    def _free(self, gone: list[int], table: Released) -> None:
+        super()._free(gone, table)
+        self._uncached.clear()
+        self._chunks.left(self._group, gone)
+
+    def reset(self) -> None:
+        """As `BlockPool.reset`."""
+        cached = self.cached_without_reference()
+        super().reset()
+        self._uncached.clear()
+        self._chunks.left(self._group, cached)
+
+    def check(self, references: dict[int, int]) -> None:
+        """As `BlockPool.check`; a page is in no queue where it has neither references nor content."""
+        pages = range(self.offset + 1, len(self._refs))
+        self._uncached += [page for page in pages if not self._refs[page] and self._hash_of[page] is None]
+        super().check(references)
+        self._uncached.clear()
+
+
+class ChunkPages(PoolPages):
+    """Pages of all groups in one memory of `count` chunks. Each pool has as many as the whole memory would hold.
+
+    A page is taken from, in this order:
 
     an empty page in a chunk of the same request, a free chunk, an empty page of the group anywhere, a chunk without
     references (the one that was released first loses its cached pages), the group's cached page to evict.
@@ -37,30 +88,12 @@ class ChunkPages:
     Raises CoreError for other layouts.
     """
 
-    events: list[CacheEvent] | None = None  # none are kept
-
-    def __init__(
-        self,
-        layout: GroupLayout,
-        count: int,
-        *,
-        retention: Retention = Retention.lru,
-        behind_first: bool = False,
-    ) -> None:
+    def __init__(self, layout: GroupLayout, count: int, **options: Any) -> None:
         if layout.pages is not GroupPages.lcm:
             raise CoreError(f"chunks serve lcm, not {layout.pages}")
-        memory = count * layout.chunk_bytes
-        self.layout, self.memory = layout, memory
-        self.counts = [memory // group.page_bytes for group in layout.groups]
-        self._firsts = [1 + sum(self.counts[:index]) for index in range(len(layout.groups))]
-        self._retention = retention
-        self._refs: dict[int, int] = {}
-        self._keys: dict[int, BlockHash] = {}
-        self._index = HashIndex()
-        self._voided: list[int] = []
-        self.orders = [EvictionOrder(behind_first=behind_first) for _ in layout.groups]
-        self.live = [0] * len(layout.groups)
-        self.chunks = count
+        self.memory, self.chunks = count * layout.chunk_bytes, count
+        self._pools: list[_ChunkPool] = []
+        super().__init__(layout, [self.memory // group.page_bytes for group in layout.groups], **options)
         self._nested = [layout.chunk_bytes // group.page_bytes for group in layout.groups]
         self._free = list(range(count - 1, -1, -1))
         self._group_of: dict[int, int] = {}  # chunk: the group whose pages it holds
@@ -73,13 +106,10 @@ class ChunkPages:
         self._owned: dict[tuple[int, int], OrderedDict[int, None]] = {}
         self._busy = [0] * len(layout.groups)  # chunks of each group with references
 
-    @property
-    def pools(self) -> list["ChunkPages"]:
-        """Where each group releases its pages."""
-        return [self] * len(self.layout.groups)
-
-    def _group(self, page: int) -> int:
-        return bisect_right(self._firsts, page) - 1
+    def _new_pool(self, count: int, queue: EvictionOrder | None, **options: Any) -> BlockPool:
+        assert queue is not None
+        self._pools.append(_ChunkPool(count, self, len(self._pools), eviction=queue, **options))
+        return self._pools[-1]
 
     # -- where pages lie ------------------------------------------------------------------------------------
 
@@ -106,9 +136,9 @@ class ChunkPages:
 
         `hits` are cached pages of each group that the taker refers to first; NULL_BLOCK and pages in use do not count.
         """
-        busy, live = list(self._busy), list(self.live)
+        busy, live = list(self._busy), self._live()
         for group, pages in enumerate(hits or ()):
-            revived = set(self.unreferenced(group, pages))
+            revived = {page for page in pages if page and not self.pools[group].references(page)}
             live[group] += len(revived)
             busy[group] += len({self._chunk(group, page) for page in revived} - self._live_in.keys())
         used = sum(busy) + sum(self._chunks_needed(needs, busy, live))
@@ -121,7 +151,7 @@ class ChunkPages:
         """
         if self.fits(needs):
             return 0
-        lacking = self._chunks_needed(needs, self._busy, self.live)
+        lacking = self._chunks_needed(needs, self._busy, self._live())
         return sum(
             max(0, len(empty) - need) * self.layout.page_slots(group)
             for group, (empty, need) in enumerate(zip(self._empty, needs, strict=True))
@@ -138,7 +168,7 @@ class ChunkPages:
     # -- taking ---------------------------------------------------------------------------------------------
 
     def _place(self, group: int, count: int, needs: Sequence[int], owner: int) -> list[int]:
-        lacking = self._chunks_needed(needs, self._busy, self.live)
+        lacking = self._chunks_needed(needs, self._busy, self._live())
         others = sum(lacking) - lacking[group]
         most = self._busy[group] + self.chunks - sum(self._busy) - others  # the other groups need the rest
         places: list[int] = []
@@ -160,10 +190,10 @@ class ChunkPages:
                 return place
         if may_open and self._idle:
             return self._reopen(group, owner)
-        for page in self.orders[group]:
+        for page in self._pools[group].order:
             chunk = self._chunk(group, page)
             if may_open or chunk in self._live_in:
-                self._evict(group, [page])
+                self._pools[group].evict([page])
                 self._make_empty(group, self.place(group, page))
                 return self.place(group, page)
         raise CoreError(f"group {group} finds no page, although its pages fit")
@@ -181,10 +211,9 @@ class ChunkPages:
         """Evict all pages of the chunk that has been without references the longest, and give it to a group."""
         chunk = next(iter(self._idle))
         other = self._group_of[chunk]
-        first = chunk * self._nested[other]
-        places = range(first, first + self._nested[other])
-        pages = [page for page in (self.page(other, place) for place in places) if page in self.orders[other]]
-        self._evict(other, pages)
+        first, pool = self.page(other, chunk * self._nested[other]), self._pools[other]
+        pages = [page for page in range(first, first + self._nested[other]) if page in pool.order]
+        pool.evict(pages)
         for page in pages:
             self._make_empty(other, self.place(other, page))
         self._close_if_empty(other, chunk)
@@ -204,7 +233,8 @@ class ChunkPages:
         if not self._empty_in[chunk]:
             del self._empty_in[chunk]
             self._disown(group, chunk)
-        self._revived(group, [self.page(group, place)])
+        self._pools[group].occupy(self.page(group, place))
+        self.revived(group, [self.page(group, place)])
 
     def _disown(self, group: int, chunk: int) -> None:
         """A chunk has no empty place for its request any more."""
@@ -226,24 +256,25 @@ class ChunkPages:
 
     # -- what becomes of pages ------------------------------------------------------------------------------
 
-    def _emptied(self, group: int, pages: Sequence[int]) -> None:
-        self._leave(group, [page for page in pages if self._chunk(group, page) in self._live_in])
-        for page in pages:
-            self._make_empty(group, self.place(group, page))
-        for chunk in dict.fromkeys(self._chunk(group, page) for page in pages):
-            self._close_if_empty(group, chunk)
-
-    def _leave(self, group: int, pages: Sequence[int]) -> None:
-        """Pages have lost their references; a chunk whose last one goes is idle from now on."""
-        for page in pages:
+    def left(self, group: int, pages: Sequence[int]) -> None:
+        """Pages have lost their references, or their content; a chunk whose last one goes is idle from now on."""
+        empty = dict.fromkeys(page for page in pages if self._pools[group].hash_of(page) is None)
+        for page in sorted(pages, key=empty.__contains__):
             chunk = self._chunk(group, page)
+            if chunk not in self._live_in:
+                continue
             self._live_in[chunk] -= 1
             if not self._live_in[chunk]:
                 del self._live_in[chunk]
                 self._busy[group] -= 1
                 self._idle[chunk] = None
+        for page in empty:
+            self._make_empty(group, self.place(group, page))
+        for chunk in dict.fromkeys(self._chunk(group, page) for page in empty):
+            self._close_if_empty(group, chunk)
 
-    def _revived(self, group: int, pages: Sequence[int]) -> None:
+    def revived(self, group: int, pages: Sequence[int]) -> None:
+        """Pages have their first reference."""
         for page in pages:
             chunk = self._chunk(group, page)
             if chunk not in self._live_in:
@@ -266,16 +297,17 @@ class ChunkPages:
                     f"group {group} has {len(busy)} chunks with references, counted {self._busy[group]}"
                 )
             whole = len(own) * nested
-            if whole != self.live[group] + len(self.orders[group]) + len(self._empty[group]):
+            pool = self._pools[group]
+            if whole != pool.live_blocks + pool.cached_blocks + len(self._empty[group]):
                 raise InvariantError(f"group {group}: the {whole} places of its chunks are miscounted")
 
     def place(self, group: int, page: int) -> int:
         """The place of a page among those of its group."""
-        return page - self._firsts[group]
+        return page - self.pools[group].offset - 1
 
     def page(self, group: int, place: int) -> int:
         """The number of the page of a group at a place."""
-        return self._firsts[group] + place
+        return self.pools[group].offset + 1 + place
 
     # -- counts ---------------------------------------------------------------------------------------------
 
@@ -287,19 +319,17 @@ class ChunkPages:
     @property
     def num_pages(self) -> int:
         """Pages of the largest kind that the memory holds."""
-        return min(self.counts)
-
-    @property
-    def live_pages(self) -> int:
-        """Pages that at least one table refers to."""
-        return sum(self.live)
+        return min(pool.num_blocks for pool in self.pools)
 
     def slots(self) -> tuple[int, int, int]:
         """Slots of the memory, of cached pages without a reference, and of free bytes without content."""
         sizes = [group.page_bytes // self.layout.slot_bytes for group in self.layout.groups]
         whole = self.memory // self.layout.slot_bytes
-        cached, live = sum(map(mul, map(len, self.orders), sizes)), sum(map(mul, self.live, sizes))
-        return whole, cached, whole - cached - live
+        cached = sum(map(mul, [pool.cached_blocks for pool in self.pools], sizes))
+        return whole, cached, whole - cached - sum(map(mul, self._live(), sizes))
+
+    def _live(self) -> list[int]:
+        return [pool.live_blocks for pool in self.pools]
 
     # -- pages ----------------------------------------------------------------------------------------------
 
@@ -316,160 +346,34 @@ class ChunkPages:
         left = list(needs) if later is None else list(map(add, needs, later))
         taken = []
         for group, need in enumerate(needs):
-            pages = self._place(group, need, left, owner) if need else []
+            taken.append(self._place(group, need, left, owner) if need else [])
             left[group] -= need
-            self._refs.update(dict.fromkeys(pages, 1))
-            self.live[group] += need
-            taken.append(pages)
         return taken
 
-    def share(self, pages: Sequence[int]) -> int:
-        """Add a reference to each of `pages`, of one group; returns how many had none."""
-        if not pages:
-            return 0
-        group = self._group(pages[0])
-        revived = [page for page in pages if page not in self._refs]
-        if any(page not in self._keys for page in revived):
-            raise CoreError(
-                f"pages {revived} of group {group} are free and hold nothing: they cannot be shared"
-            )
-        for page in revived:
-            self.orders[group].remove(page)
-        self.live[group] += len(revived)
-        for page in pages:
-            self._refs[page] = self._refs.get(page, 0) + 1
-        self._revived(group, revived)
-        return len(revived)
-
-    def leave(self, page: int) -> None:
-        """Drop one of several references to a page."""
-        if self.references(page) < 2:
-            raise CoreError(f"page {page} has {self.references(page)} references: it cannot be left")
-        self._refs[page] -= 1
-
-    def release(self, pages: Sequence[int], first: int = 0, request: Request | None = None) -> list[int]:
-        """Drop a reference to each of `pages`, of one group in table order; returns those that have none now.
-
-        The order of eviction of groups does not ask where they stood, nor in whose table.
-        """
-        if not pages:
-            return []
-        gone, group = [], self._group(pages[0])
-        for page in pages:
-            if page not in self._refs:
-                raise CoreError(f"page {page} of group {group} is released, but nothing refers to it")
-            self._refs[page] -= 1
-            if not self._refs[page]:
-                del self._refs[page]
-                gone.append(page)
-        self.live[group] -= len(gone)
-        if self._retention is Retention.none:
-            self._forget([page for page in gone if page in self._keys])
-        cached = [page for page in gone if page in self._keys]
-        self.orders[group].push(cached)
-        self._leave(group, cached)
-        empty = [page for page in gone if page not in self._keys]
-        self._voided += empty
-        self._emptied(group, empty)
-        return gone
-
-    def _evict(self, group: int, pages: Sequence[int]) -> None:
-        """Cached pages lose their content; a subclass notes what that means for their places."""
-        self._forget(pages)
-        for page in pages:
-            self.orders[group].remove(page)
-        self._voided += pages
-
-    def _forget(self, pages: Sequence[int]) -> None:
-        self._index.drop([self._keys.pop(page) for page in pages], pages)
-
-    def references(self, page: int) -> int:
-        """How many tables refer to a page."""
-        return self._refs.get(page, 0)
-
-    def unreferenced(self, group: int, pages: Iterable[int]) -> list[int]:
-        """Those of `pages` that no table refers to; the null block is none."""
-        return [page for page in pages if page and page not in self._refs]
-
-    # -- the prefix cache -----------------------------------------------------------------------------------
-
-    def cache_full_blocks(
-        self, pages: Sequence[int], keys: Sequence[BlockHash], origin: BlockOrigin = UNKNOWN_ORIGIN
-    ) -> None:
-        """Enter full pages into the prefix cache under their keys; `origin` is for events, which are not kept."""
-        bad = [page for page in pages if page not in self._refs or page in self._keys]
-        if bad:
-            raise CoreError(f"page {bad[0]} cannot be cached: not in use, or in the cache already")
-        self._keys.update(zip(pages, keys, strict=True))
-        self._index.add(keys, list(pages))
-
-    def first_block(self, key: BlockHash) -> int | None:
-        """The oldest cached page with `key`, or None."""
-        return self._index.first(key)
-
-    def uncache(self, pages: Sequence[int]) -> None:
-        """Pages are about to be rewritten: remove their keys, where they have any."""
-        self._forget([page for page in pages if page in self._keys])
-
-    def find(self, keys: Sequence[BlockHash]) -> list[int]:
-        """The pages of the longest prefix of `keys` that is cached."""
-        return self._index.find(keys)
-
-    def hash_of(self, page: int) -> BlockHash | None:
-        """The key of a page, None if it is not cached."""
-        return self._keys.get(page)
-
-    def page_bytes(self, page: int) -> int:
-        """Bytes of a page, by its number."""
-        return self.layout.groups[self._group(page)].page_bytes
-
-    def cached_units(self) -> list[int]:
-        """Tokens, or states, in the cached pages of each group without a reference."""
-        units = [group.units for group in self.layout.groups]
-        return list(map(mul, map(len, self.orders), units))
-
-    def live_duplicates(self) -> list[set[int]]:
-        """For each group the live pages that hold what another live page of it holds too; one of them is left."""
-        found: list[set[int]] = [set() for _ in self.layout.groups]
-        for key, pages in self._index.copies():
-            found[key[0]].update([page for page in pages if page in self._refs][1:])  # type: ignore[index]
-        return found
-
-    def reset(self) -> None:
-        """Empty the prefix cache. Raises CoreError, and changes nothing, while a page is in use."""
-        if self._refs:
-            raise CoreError(f"the prefix cache cannot be emptied while {self.live_pages} pages are in use")
-        for group, order in enumerate(self.orders):
-            pages = list(order)
-            self._evict(group, pages)
-            self._emptied(group, pages)
-
-    def drain_voided(self) -> list[int]:
-        """Pages whose content became void since the last call."""
-        voided, self._voided = self._voided, []
-        return voided
-
     def check(self, entries: Mapping[int, int]) -> None:
-        """Verify references, counters, the cache, and that no two pages overlap. Raises InvariantError.
-
-        `entries` has how often the tables name each page.
-        """
-        if self._refs != dict(entries):
-            raise InvariantError("the references of the pages are not those of the tables")
+        """Verify references, counters, the cache, and that no two pages overlap. Raises InvariantError."""
+        super().check(entries)
         spans = []
-        for group, order in enumerate(self.orders):
-            own = range(self._firsts[group], self._firsts[group] + self.counts[group])
-            live = [page for page in self._refs if page in own]
-            if len(live) != self.live[group]:
-                raise InvariantError(f"group {group}: {len(live)} live pages were miscounted")
-            if any(page in self._refs or page not in self._keys for page in order):
-                raise InvariantError(f"group {group}: a page to be evicted is in use, or holds nothing")
-            spans += [self.span(group, page) for page in (*live, *order)]
-        if self._index.pairs() != sorted(self._keys.items()):
-            raise InvariantError("the keys of the pages and the index differ")
+        for group, pool in enumerate(self._pools):
+            pages = range(pool.offset + 1, pool.offset + 1 + pool.num_blocks)
+            used = [page for page in pages if pool.references(page)]
+            spans += [self.span(group, page) for page in (*used, *pool.order)]
         spans.sort()
         if any(end > start for (_, end), (start, _) in pairwise(spans)):
             raise InvariantError("two pages overlap")
         if spans and (spans[0][0] < 0 or spans[-1][1] > self.memory):
             raise InvariantError("a page lies outside of the memory")
         self._check_places()
+
+
+def pages_of(
+    layout: GroupLayout,
+    counts: Sequence[int],
+    *,
+    retention: Retention = Retention.lru,
+    behind_first: bool = False,
+) -> PoolPages:
+    """Empty pages of a layout; `counts` as `GroupLayout.page_counts` has them."""
+    if layout.pages is GroupPages.lcm:
+        return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
+    return PoolPages(layout, counts, retention=retention, behind_first=behind_first)

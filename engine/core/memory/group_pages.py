@@ -13,7 +13,6 @@ from engine.core.errors import CoreError
 from engine.core.identity import InnerHash
 from engine.core.memory.block_pool import BlockPool
 from engine.core.memory.eviction import EvictionOrder
-from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.memory.prefix_cache import PrefixCache
 from engine.core.options import GroupPages, Retention
@@ -50,14 +49,18 @@ class PoolPages:
             raise CoreError(f"{len(counts)} numbers of pages for {len(owners)} pools")
         self.layout = layout
         self.shares: list[PoolShare] = []
-        queues = [EvictionOrder(behind_first=True) if behind_first else None for _ in owners]
+        ordered = behind_first or layout.pages is GroupPages.lcm
+        queues = [EvictionOrder(behind_first=behind_first) if ordered else None for _ in owners]
         for count, owned, queue in zip(counts, owners, queues, strict=True):
             before = sum(share.pool.num_blocks for share in self.shares)
-            pool = BlockPool(count, retention=retention, eviction=queue, offset=before)
+            pool = self._new_pool(count, queue, retention=retention, offset=before)
             self.shares.append(PoolShare(pool, owned))
         share_of = [index for index, owned in enumerate(owners) for _ in owned]
         self.pools = [self.shares[index].pool for index in share_of]  # of each group
         self.orders = [queues[index] for index in share_of]
+
+    def _new_pool(self, count: int, queue: EvictionOrder | None, **options: Any) -> BlockPool:
+        return BlockPool(count, eviction=queue, **options)
 
     # -- counts --------------------------------------------------------------------------------------------
 
@@ -180,19 +183,6 @@ class PoolPages:
             share.pool.check({page: entries[page] for page in numbers if page in entries})
 
 
-def pages_of(
-    layout: GroupLayout,
-    counts: Sequence[int],
-    *,
-    retention: Retention = Retention.lru,
-    behind_first: bool = False,
-) -> PoolPages | ChunkPages:
-    """Empty pages of a layout; `counts` as `GroupLayout.page_counts` has them."""
-    if layout.pages is GroupPages.lcm:
-        return ChunkPages(layout, counts[0], retention=retention, behind_first=behind_first)
-    return PoolPages(layout, counts, retention=retention, behind_first=behind_first)
-
-
 class GroupWaste(NamedTuple):
     """The bytes of all pools by what they are, while a step runs; they sum to the pools.
 
@@ -258,7 +248,7 @@ class GroupUsage(SlotUsage):
 class GroupAccount:
     """Reads the counters of all groups; nothing is changed."""
 
-    def __init__(self, pages: PoolPages | ChunkPages, caches: Sequence[PrefixCache]) -> None:
+    def __init__(self, pages: PoolPages, caches: Sequence[PrefixCache]) -> None:
         self._pages, self._layout = pages, pages.layout
         self._tables = [cache.tables for cache in caches]
         groups, slot = pages.layout.groups, pages.layout.slot_bytes

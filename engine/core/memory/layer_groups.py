@@ -6,7 +6,6 @@ from math import gcd
 from engine.core.errors import CoreError
 from engine.core.identity import BlockHash
 from engine.core.memory.block_tables import GroupTable, GroupTables, tables_of
-from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.group_pages import GroupAccount, PoolPages
 from engine.core.memory.prefix_cache import GroupHits, PrefixCache, PrefixHit
@@ -24,7 +23,7 @@ class LayerGroups:
 
     def __init__(
         self,
-        pages: PoolPages | ChunkPages,
+        pages: PoolPages,
         caches: Sequence[PrefixCache],
         *,
         most_chunk: int,

@@ -14,7 +14,6 @@ from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
 from engine.core.memory.block_tables import BlockTables, BlockWork, GroupTable, GroupTables, tables_of
 from engine.core.memory.eviction import CheckpointRule, EvictionPolicy, LruQueue
-from engine.core.memory.group_chunks import ChunkPages
 from engine.core.memory.group_pages import PoolPages
 from engine.core.memory.layer_groups import LayerGroups
 from engine.core.memory.manager import FastForwardColumns, KVCacheManager, beyond_end, check_parents
@@ -95,7 +94,7 @@ class PagedManager:
     @classmethod
     def of(
         cls,
-        pages: PoolPages | ChunkPages,
+        pages: PoolPages,
         *,
         most_chunk: int,
         prefix_caching: bool = True,

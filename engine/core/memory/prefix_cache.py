@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.core.identity import BlockHash, InnerHash
-from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin, BlockPool
+from engine.core.memory.block_pool import NULL_BLOCK, BlockOrigin
 from engine.core.memory.block_tables import BlockTables, GroupTable
 from engine.core.memory.group_layout import GroupLayout
 from engine.core.options import Decoding, Retention, WindowHits
@@ -247,9 +247,7 @@ class PrefixCache:
         `_cache_partial_tail_block` of `FullAttentionManager` and `MambaManager`.
         """
         inner, pool = part.inner, self._pool
-        if inner is None or end < inner.tokens or not isinstance(pool, BlockPool):
-            return
-        if pool.retention is Retention.none:
+        if inner is None or end < inner.tokens or not pool.names_inside or pool.retention is Retention.none:
             return
         place = inner.tokens // self._size
         if self.tables.aligned:

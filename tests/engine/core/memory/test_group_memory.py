@@ -10,9 +10,9 @@ from tiers import tier
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.identity import KeyIdentity
-from engine.core.memory.group_chunks import ChunkPages
+from engine.core.memory.block_pool import HashIndex
+from engine.core.memory.group_chunks import ChunkPages, _ChunkPool, pages_of
 from engine.core.memory.group_layout import GroupLayout, LayerSet, separate_layout, uniform_layout
-from engine.core.memory.group_pages import pages_of
 from engine.core.memory.paged import PagedManager
 from engine.core.options import GroupKind, GroupPages, Preemption, SchedulerLimits, Scheduling
 from engine.core.plan import StepPlan, StepResult
@@ -60,7 +60,7 @@ def test_the_walks_hit_preempt_and_take_memory_from_the_other_kind(monkeypatch: 
 
 
 def evict_nothing(real: Callable[..., None]) -> Callable[..., None]:
-    return lambda pages, group, victims: None
+    return lambda pool, victims: None
 
 
 def nobody_leaves(real: Callable[..., None]) -> Callable[..., None]:
@@ -68,13 +68,13 @@ def nobody_leaves(real: Callable[..., None]) -> Callable[..., None]:
 
 
 def keys_stay(real: Callable[..., None]) -> Callable[..., None]:
-    return lambda pages, victims: [pages._keys.pop(page) for page in victims] and None
+    return lambda index, keys, blocks: None
 
 
 PLANTED: list[tuple[str, Any, str, Callable[..., Any]]] = [
-    ("the content of a page that is given away stays in the cache", ChunkPages, "_evict", evict_nothing),
-    ("a chunk counts a reference that is gone", ChunkPages, "_leave", nobody_leaves),
-    ("an evicted page is still found", ChunkPages, "_forget", keys_stay),
+    ("the content of a page that is given away stays in the cache", _ChunkPool, "evict", evict_nothing),
+    ("a chunk counts a reference that is gone", ChunkPages, "left", nobody_leaves),
+    ("an evicted page is still found", HashIndex, "drop", keys_stay),
 ]
 
 
@@ -128,7 +128,7 @@ def test_a_chunk_passes_to_the_other_group_once_it_is_empty() -> None:
     pages = ChunkPages(PAGES, 2)
     small = pages.take([4, 0], 1)[0]
     assert not pages.fits([0, 1])
-    pages.release(small)
+    pages.pools[0].release(small)
     assert pages.fits([0, 2])
     assert len(pages.take([0, 2], 2)[1]) == 2
 
@@ -136,7 +136,7 @@ def test_a_chunk_passes_to_the_other_group_once_it_is_empty() -> None:
 def test_a_page_in_use_keeps_its_chunk_from_the_other_group() -> None:
     pages = ChunkPages(PAGES, 2)
     small = pages.take([4, 0], 1)[0]
-    pages.release(small[1:])
+    pages.pools[0].release(small[1:])
     assert not pages.fits([0, 2])
     assert pages.stranded([0, 2]) == PAGES.page_slots(0)
 
@@ -145,8 +145,8 @@ def test_a_hit_takes_its_page_from_what_is_free() -> None:
     """A cached page is free for others, but not beside the request that refers to it."""
     pages = pages_of(PAGES, PAGES.page_counts(128, 48, 12))
     (page,) = pages.take([1, 0])[0]
-    pages.cache_full_blocks([page], [(0, 7)])
-    pages.release([page])
+    pages.pools[0].cache_full_blocks([page], [(0, 7)])
+    pages.pools[0].release([page])
     assert pages.fits([0, 1], [[], []])
     assert not pages.fits([0, 1], [[page], []])
 
