@@ -40,7 +40,7 @@ from traces.formats.parsing import in_range, kind, plain_integer, split_fields
 # -- vllm bench serve -------------------------------------------------------------------------------------------------
 
 BENCH_KEYS = ("input_lens", "output_lens", "ttfts", "itls")
-_FACTS = ("model_id", "backend", "request_rate", "max_concurrency")
+_FACTS = ("model_id", "backend", "request_rate", "max_concurrency", "date")
 
 
 def read_bench_result(file: SourceFile) -> rows.RequestLog:

@@ -114,7 +114,8 @@ class Timeseries:
     """The engine's state at instants `at_s`, as it logged it; every column has one entry for each instant.
 
     `kv_use` is the share of the KV pool in use, from 0 to 1; None: not logged. `hits` is the share of prompt tokens
-    that the prefix cache had lately, as the engine printed it; 0 where it did not.
+    that the prefix cache had lately, as the engine printed it; 0 where it did not. `began_s` is the first instant on
+    the wall clock of a server that printed it, as a date of the year 2000 in seconds; None: not known.
     """
 
     at_s: FloatArray
@@ -122,6 +123,12 @@ class Timeseries:
     waiting: FloatArray
     kv_use: FloatArray | None = None
     hits: FloatArray | None = None
+    began_s: float | None = None
+
+    def kept(self, rows: npt.NDArray[np.bool_]) -> "Timeseries":
+        """These instants alone."""
+        kv_use, hits = (None if column is None else column[rows] for column in (self.kv_use, self.hits))
+        return Timeseries(self.at_s[rows], self.running[rows], self.waiting[rows], kv_use, hits)
 
     def __len__(self) -> int:
         return len(self.at_s)

@@ -96,15 +96,19 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
     """
     found = EngineSettings()
     states: list[tuple[float, str, list[float]]] = []
+    starts: set[str] = set()
     for line, raw in file.lines():
         with placed(file, line):
             words = _ANSI.sub("", decode(raw))
+            starts |= {words.partition(mark)[2].strip() for mark in (_ARGS, "server_args=") if mark in words}
             for settings in _said(words, file.name):
                 found = settings.filled(found)
             states += _state(words)
-    if not states:
-        return found, None, []
-    return found, _series(states), [f"{file.name}: its clock has whole seconds, and so has the series."]
+    notes = [f"{file.name}: its clock has whole seconds, and so has the series."] if states else []
+    if len(starts) > 1:
+        first = f"Warning: {file.name}: a server was started {len(starts)} times with different arguments; "
+        notes.append(f"{first}the last of each counts. Keep the part of the log of the server that answered.")
+    return found, _series(states) if states else None, notes
 
 
 def _said(words: str, where: str) -> Iterator[EngineSettings]:
@@ -210,7 +214,10 @@ def _series(states: list[tuple[float, str, list[float]]]) -> Timeseries:
     table = np.array([rows[at] for at in at_s])  # [instants, engines, values]
     running, waiting = table[:, :, 0].sum(axis=1), table[:, :, 1].sum(axis=1)
     kv, hits = table[:, :, 2].mean(axis=1), table[:, :, 3].mean(axis=1)
-    return Timeseries(at_s - at_s[0], running, waiting, None if np.isnan(kv).any() else kv, hits)
+    began = datetime.fromtimestamp(at_s[0], UTC).replace(year=2000)
+    return Timeseries(
+        at_s - at_s[0], running, waiting, None if np.isnan(kv).any() else kv, hits, began.timestamp()
+    )
 
 
 # -- vLLM's requests --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ import numpy as np
 
 from harness.config.errors import UserError
 from harness.twin import exports, printed, settings_files
-from harness.twin.client import LogClient, client_of
+from harness.twin.client import BoolArray, LogClient, client_of
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
 from harness.twin.log import WRITTEN_TWICE, EngineLog, IntArray, LoggedRequests, Timeseries
@@ -46,6 +47,11 @@ _SET_BACK_S = 1.0  # by which a clock goes back from a request to the one that w
 _RARELY = 0.05  # of the requests; more often they stand in another order than they were sent in
 _GROWS = 0.9  # of the turns
 _BESIDE_S = 10.0  # vLLM prints its state so often
+_YEAR_2000_S = datetime(2000, 1, 1, tzinfo=UTC).timestamp()
+_APART_S = 2.0  # the clocks of two hosts, in whole seconds
+_SUM_S = 0.003  # of an answer, whose tokens vLLM's client counts before it writes the date
+_ZONE_S, _ZONES = 900.0, 104  # time zones lie at quarters of an hour, at most 26 hours apart
+_ALIKE = 0.5  # of the running requests: two counts of them differ by less, though one has no first chunks
 _HITS = 0.05  # of the prompt tokens; fewer change little
 _LONG_S = 1.0  # before a queue, or of the shortest time to a first token: more says that two clocks were read
 
@@ -99,8 +105,9 @@ def _engine_log(folder: Path) -> EngineLog:
     client = _client(log, rows, times, trace)
     series = _only(folder, found.series or found.printed, "series")
     if series is not None:
-        series, note = _on_clock(series, times)
-        notes.append(note)
+        series, said = _on_clock(series, times, _wall_s(log, times, origin))
+        notes += said
+    said_first = [note for note in notes if note.startswith("Warning: ")]
     groups = (logs, found.settings, found.series, found.workloads)
     return EngineLog(
         folder.resolve().name,
@@ -110,11 +117,11 @@ def _engine_log(folder: Path) -> EngineLog:
         series,
         tuple(dict.fromkeys(path.name for group in groups for path, _ in group)),
         log.dropped,
-        (*notes, *_assumptions(times), *sharing),
+        (*(note for note in notes if note not in said_first), *_assumptions(times), *sharing),
         client.said,
         None if found.steps is None else replace(found.steps, done_s=found.steps.done_s - origin),
         log.assumes_pauses,
-        tuple(_doubtful(log, times, series, sharing, client.before)),
+        (*said_first, *_doubtful(log, times, series, sharing, client.before)),
     )
 
 
@@ -403,28 +410,77 @@ def _matched(workload: Trace, log: RequestLog, rows: Sequence[LoggedRequest], ti
     return workload.changed(tuple(requests), f"arrivals as measured in {log.file.name}")
 
 
-def _on_clock(series: Timeseries, times: LoggedRequests) -> tuple[Timeseries, str]:
+def _wall_s(log: RequestLog, times: LoggedRequests, origin: float) -> tuple[float, float] | None:
+    """The first arrival on the wall clock of some zone, as a date of the year 2000: not before, and not after.
+
+    A client may log Unix time, or when it had all answers (vLLM's `date`). None: its clock began anywhere.
+    """
+    if origin >= _YEAR_2000_S:
+        wall_s = datetime.fromtimestamp(origin, UTC).replace(year=2000).timestamp()
+        return wall_s - _APART_S, wall_s + _APART_S
+    try:
+        ended = datetime.strptime(f"{log.facts.get('date')} +0000", "%Y%m%d-%H%M%S %z")
+    except ValueError:
+        return None
+    wall_s = ended.replace(year=2000).timestamp() - float(times.last_token_s.max())
+    return wall_s - _SUM_S * len(times) - _APART_S, wall_s + _APART_S
+
+
+def _on_clock(
+    series: Timeseries, times: LoggedRequests, wall_s: tuple[float, float] | None
+) -> tuple[Timeseries | None, list[str]]:
     """The series on the clock of the requests: shifted to where the requests' own times give its running counts.
 
-    Its clock has another origin, and often another zone, so that only the counts can tell. A constant count, or a
-    series beside the requests, cannot: then the error in the note is large, or the shift is one of many.
+    Where both have a wall clock (`wall_s`, `Timeseries.began_s`) it is looked for near it, at first in the same time
+    zone; states of other requests are left out, and None is a series of another time. Else, or where nothing fits
+    there, only the counts can tell. A constant count, or a series beside the requests, cannot: then the error in the
+    note is large, or the shift is one of many.
     """
-
-    def error(shift: float) -> float:
-        return float(np.abs(times.under_way(series.at_s + shift)[0] - series.running).mean())
-
     first, last = float(times.entered_s.min()), float(times.last_token_s.max())
     low, high = first - float(series.at_s[-1]), last - float(series.at_s[0])
-    coarse = np.linspace(low, high, min(_MOST_SHIFTS, int((high - low) / _COARSE_S) + 2))
-    near = float(coarse[int(np.argmin([error(shift) for shift in coarse]))])
-    fine = near + np.linspace(-2 * _COARSE_S, 2 * _COARSE_S, int(4 * _COARSE_S / _FINE_S) + 1)
-    errors = [error(shift) for shift in fine]
-    best = int(np.argmin(errors))
-    note = (
-        f"series: shifted by {fine[best]:+.2f} s, where the running requests counted from the times of the requests "
-        f"differ least from the logged ones, by {errors[best]:.2f} in the mean."
+    ways = [np.linspace(low, high, min(_MOST_SHIFTS, int((high - low) / _COARSE_S) + 2))]
+    if wall_s is not None and series.began_s is not None:
+        start, end = series.began_s - wall_s[1], series.began_s - wall_s[0]
+        here = np.linspace(start, end, int((end - start) / _COARSE_S) + 2)
+        zoned = [np.add.outer(_ZONE_S * np.arange(-zones, zones + 1), here).ravel() for zones in (0, _ZONES)]
+        ways = [way[(low <= way) & (way <= high)] for way in (*zoned, *ways)]
+        if not len(ways[1]):
+            said = "Warning: the server printed its state at another time than that of these requests, in every time "
+            return None, [f"{said}zone; its states are left out (is its log of another run?)."]
+
+    def off(shift: float) -> float:
+        """By how much the running counts differ in the mean."""
+        begin, end = np.searchsorted(series.at_s, (first - shift, last - shift + _FINE_S))
+        logged = series.running[begin:end]  # beside these requests nothing runs for them
+        more = np.abs(times.under_way(series.at_s[begin:end] + shift)[0] - logged).sum() - logged.sum()
+        return float(more + series.running.sum()) / len(series)
+
+    for way in filter(len, ways):
+        fine = np.linspace(-2 * _COARSE_S, 2 * _COARSE_S, int(4 * _COARSE_S / _FINE_S) + 1)
+        fine += min(way, key=off)
+        errors = np.array([off(shift) for shift in fine])
+        shift = float(np.median(fine[errors == errors.min()]))  # the middle of where they are alike
+        placed = replace(series, at_s=series.at_s + shift)
+        during = placed.kept((first <= placed.at_s) & (placed.at_s <= last))
+        differ = np.abs(times.under_way(during.at_s)[0] - during.running)
+        if differ.sum() <= _ALIKE * during.running.sum():
+            break
+    others = int(_beside(placed, times).sum())
+    shifted = (
+        f"series: shifted by {shift:+.2f} s, where the running requests counted from the times of the requests differ "
+        "least from the logged ones, by {:.2f} in the mean."
     )
-    return replace(series, at_s=series.at_s + fine[best]), note
+    if way is ways[-1] or not others:
+        return placed, [shifted.format(off(shift))]
+    note = f"series: {others} states of other requests are left out, by the wall clocks of server and client."
+    return (during, [shifted.format(differ.mean()), note]) if len(during) else (None, [note])
+
+
+def _beside(series: Timeseries, times: LoggedRequests) -> BoolArray:
+    """Which states of a server can be of no request of these."""
+    first_s, last_s = times.entered_s.min() - _BESIDE_S, times.last_token_s.max() + _BESIDE_S
+    beside: BoolArray = (series.running > 0) & ((series.at_s < first_s) | (series.at_s > last_s))
+    return beside
 
 
 _ENGINES = ("sglang", "vllm")  # as clients name what they call
@@ -493,11 +549,11 @@ def _doubtful(
         first = f"Warning: {whole:,} of {several.sum():,} answers came whole (not streamed): "
         yield f"{first}what the log has as their time to first token is that of the answer, which is not predicted."
     if series is not None:
-        first_s, last_s = times.entered_s.min() - _BESIDE_S, times.last_token_s.max() + _BESIDE_S
-        busy = series.at_s[series.running > 0]
-        others = int(((busy < first_s) | (busy > last_s)).sum())
-        if others > max(1.0, _RARELY * len(busy)):
-            first = f"Warning: {others} of {len(busy)} states in which the server had work lie beside these requests: "
+        others, busy = int(_beside(series, times).sum()), int((series.running > 0).sum())
+        if others > max(1.0, _RARELY * busy):
+            first = (
+                f"Warning: {others} of {busy} states in which the server had work lie beside these requests: "
+            )
             yield f"{first}it served others too, whose states these may be (KV use, inferred ceilings, hits)."
     if not any(UNSAID in note for note in sharing):
         return

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from copy import deepcopy
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -208,24 +209,76 @@ def test_turns_that_repeat_their_conversation_are_said_where_the_log_has_no_hits
     assert any("all that its conversation has said" in said for said in log.warnings) is warned
 
 
-@pytest.mark.parametrize("other_runs", [True, False])
-def test_a_server_log_of_several_runs_is_said_first(tmp_path: Path, other_runs: bool) -> None:
-    usual = [0, 1, 1, 1, 0, 1, 1, 0, 0]
+USUAL = [0, 1, 1, 1, 0, 1, 1, 0, 0]  # running requests, as a server prints them every ten seconds
+
+
+def a_run_of_a_server(folder: Path, *, others: int, **facts: Any) -> EngineLog:
+    """One run (USUAL) behind another one with `others` in flight, from 04:00 on the server's clock."""
     lines = []
-    for place, running in enumerate([4] * 20 * other_runs + [0] * 5 + usual):
+    for place, running in enumerate([others] * 20 + [0] * 5 + USUAL):
         state = f"Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 tokens/s, Running: {running} reqs"
         minute, second = divmod(10 * place, 60)
         at = f"INFO 11-29 04:{minute:02}:{second:02}: Engine 000"
-        lines.append(f"{at}: {state}, Waiting: 0 reqs, GPU KV cache usage: 2.5%")
-    (tmp_path / "server.log").write_text("\n".join(lines) + "\n")
-    starts = [10.0 * place - 5.0 for place, running in enumerate(usual) if running]
-    log = bench(
-        *(tmp_path, len(starts)),
-        start_times=starts,
-        ttfts=[0.1] * len(starts),
-        itls=[[9.0, 0.8]] * len(starts),
-    )
-    assert any("served others too" in said for said in log.warnings) is other_runs
+        lines.append(f"{at}: {state}, Waiting: 0 reqs, GPU KV cache usage: {running}.5%")
+    (folder / "server.log").write_text("\n".join(lines) + "\n")
+    starts = [10.0 * place - 5.0 for place, running in enumerate(USUAL) if running]
+    lists = {"start_times": starts, "ttfts": [0.1] * len(starts), "itls": [[9.0, 0.8]] * len(starts)}
+    return bench(folder, len(starts), **lists, **facts)
+
+
+@pytest.mark.parametrize("others", [4, 0])
+def test_a_server_log_of_several_runs_is_said_first(tmp_path: Path, others: int) -> None:
+    log = a_run_of_a_server(tmp_path, others=others)
+    assert any("served others too" in said for said in log.warnings) is (others > 0)
+
+
+# the last answer ends 04:05:14.9 by the server's clock
+@pytest.mark.parametrize("date", ["20261129-040515", "20261129-040517", "20261129-093515", "20261128-200515"])
+def test_the_date_of_a_result_finds_its_run_in_a_server_log_of_several(tmp_path: Path, date: str) -> None:
+    log = a_run_of_a_server(tmp_path, others=1, date=date)
+    assert log.series is not None
+    assert log.series.at_s[0] == pytest.approx(5, abs=4.9)
+    assert log.series.running.tolist() == [1, 1, 1, 0, 1, 1]
+    assert log.warnings == ()
+    assert any("20 states of other requests are left out" in note for note in log.notes)
+
+
+def test_requests_in_unix_time_find_their_run_in_a_server_log_of_several(tmp_path: Path) -> None:
+    a_run_of_a_server(tmp_path, others=1)
+    (tmp_path / "result.json").unlink()
+    began = datetime(2026, 11, 29, 4, 4, 15, tzinfo=UTC).timestamp()
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]
+    for place, running in enumerate(USUAL):
+        sent = began + 10.0 * place - 10.0
+        lines += [f"{sent},100,3,{sent + 0.1},{sent + 9.9}"] * running
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    log = read_engine_log(tmp_path)
+    assert log.series is not None
+    assert log.series.running.tolist() == [1, 1, 1, 0, 1, 1]
+
+
+def test_a_server_log_of_another_day_is_left_out_and_said_first(tmp_path: Path) -> None:
+    log = a_run_of_a_server(tmp_path, others=1, date="20261127-040515")
+    assert log.series is None
+    assert "another time than that of these requests" in log.warnings[0]
+
+
+@pytest.mark.parametrize("date", ["20261129-043117", "today", 5, None])
+def test_a_date_at_which_nothing_fits_leaves_the_counts_and_what_is_said_of_them(
+    tmp_path: Path, date: object
+) -> None:
+    log = a_run_of_a_server(tmp_path, others=4, date=date)
+    assert "served others too" in log.warnings[0]
+
+
+def test_a_server_that_was_started_with_other_arguments_is_said_first(tmp_path: Path) -> None:
+    server_log(tmp_path, "Prefix cache hit rate: 0.0%")
+    printed = (tmp_path / "server.log").read_text()
+    starts = [f"INFO 11-29 04:00:00 non-default args: {{'max_num_seqs': {size}}}\n" for size in (8, 8, 16)]
+    (tmp_path / "server.log").write_text("".join(starts[:2]) + printed)
+    assert bench(tmp_path).warnings == ()
+    (tmp_path / "server.log").write_text("".join(starts) + printed)
+    assert "was started 2 times with different arguments" in bench(tmp_path).warnings[0]
 
 
 def test_several_results_in_one_file_are_refused_by_what_is_expected(tmp_path: Path) -> None:
