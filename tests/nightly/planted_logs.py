@@ -38,7 +38,7 @@ from traces.trace import AFTER, CHAINED, OPEN, Client, ClientKind, Segment, Trac
 
 REQUESTS = 300
 GOAL_TPOT, GOAL_TTFT = 0.03, 0.05
-NOISE_S = 0.001  # of a logged time: what a client's clock and network add
+NOISE_S = 0.001  # of a logged time, either way: a delay that all had would be a constant that no fit has
 TURNS, THINK_S = 4, 5.0
 
 
@@ -183,9 +183,9 @@ def write_requests(folder: Path, case: Case, trace: Trace, times: "np.ndarray | 
     for i, row in enumerate(trace.requests):
         at = row.arrival_us / 1e6
         at, queued, first, last = (9.0 * i, 9.0 * i, 9 * i + 1, 9 * i + 2) if times is None else times[:, i]
-        first += abs(draw.normal(0, NOISE_S))
+        first = max(at, first + draw.normal(0, NOISE_S))
         if case.client is None:
-            last += abs(draw.normal(0, NOISE_S))
+            last += draw.normal(0, NOISE_S)
         last = max(last, first)
         entered = "" if np.isnan(queued) else f"{max(queued, at):.6f}"
         lengths = f"{row.prompt_tokens},{row.output_tokens}"
