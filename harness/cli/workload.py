@@ -145,9 +145,13 @@ def _simulation(words: Sequence[str], command: str) -> "RunConfig":
     """The one configuration of these words, of which nothing is measured; raises UserError."""
     from harness.config.checks import checked
     from harness.config.compose import normalise
-    from harness.sweep.plan import one_configuration
+    from harness.sweep.plan import idle_words, one_configuration
 
-    return checked(normalise(one_configuration(("measure=false", *words), command)))
+    asked = one_configuration(("measure=false", *words), command)
+    config = checked(normalise(asked))
+    if idle := idle_words(words, asked, config):
+        remark(idle)
+    return config
 
 
 def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
@@ -279,7 +283,7 @@ def case_of(source: Path, words: list[str], slo: "Slo", requests: int | None = N
     from harness.point.bands import unseen
 
     found = _source(source, words)
-    case = LoadCase(_with_groups(found.config, tuple(words)), slo, found.recorded, requests)
+    case = LoadCase(found.config, slo, found.recorded, requests)
     new = unseen(case.served) if case.served else ""
     said = (*found.warnings, f"Warning: {new}. Figures may be far off.") if new else found.warnings
     return AskedCase(case, said, found.measured)
@@ -333,11 +337,13 @@ def _source(source: Path, words: list[str]) -> _Source:
 
     log = read_engine_log(source)
     found = configured(log, words)
-    return _Source(found.config, log.workload, (log.client, *found.warnings), measured_figures(log))
+    config = _with_groups(found.config, words)
+    return _Source(config, log.workload, (log.client, *found.warnings), measured_figures(log))
 
 
 def _of_trace(words: list[str]) -> _Source:
-    return _Source(_simulation(_whole(words), "advice is for"))
+    words = _whole(words)
+    return _Source(_with_groups(_simulation(words, "advice is for"), words))
 
 
 def _whole(words: Sequence[str]) -> list[str]:
@@ -347,14 +353,15 @@ def _whole(words: Sequence[str]) -> list[str]:
     return [*own, *last.values()]
 
 
-def _with_groups(config: "RunConfig", overrides: tuple[str, ...]) -> "RunConfig":
-    """The configuration with groups where the model has windows and the user does not say otherwise."""
+def _with_groups(config: "RunConfig", words: Sequence[str]) -> "RunConfig":
+    """The configuration with groups where the model has windows and no word, file or record says otherwise."""
     from harness.config.capabilities import check_combinations
+    from harness.sweep.plan import run_request
     from harness.workload.deployment import max_position, model_shape
 
     window = model_shape(config.model).window
     longest = config.cache.max_model_len or max_position(config.model)
-    asked = any(word.startswith("cache.groups=") for word in overrides)
+    asked = any(axis.key == "cache.groups" for axis in run_request(words).axes)
     if asked or window is None or window >= longest or config.cache.policy is not CachePolicy.paged:
         return config
     grouped = replace(config, cache=replace(config.cache, groups=GroupPages.uniform))

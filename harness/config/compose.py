@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from engine.core.options import CachePolicy, Eviction, GroupPages
+from engine.core.options import CachePolicy, Eviction, GroupPages, Preemption
 from engine.runtime.options import Dtype
 from harness.config.errors import ConfigError
 from harness.config.execution import applicable
@@ -34,7 +34,10 @@ from harness.config.schema import (
     OracleEngine,
     ReplayMode,
     RunConfig,
+    SharingModel,
+    TraceArrivals,
     TraceFormat,
+    WeightDtype,
     Widths,
     config_keys,
 )
@@ -144,6 +147,50 @@ def _applies(config: RunConfig) -> Iterable[tuple[str, bool, str]]:
         ("oracle", compared or (config.measure and config.engine.on_vllm), "python"),
         ("oracle", compared, "allow"),
     )
+
+
+def _parts(config: RunConfig) -> Iterable[tuple[object, str, str]]:
+    """Whether a part of a point is there and read, and the section and the names of the keys that describe it."""
+    device, model, cost, trace = config.device, config.model, config.cost, config.trace
+    kind, share = cost.kind, config.workload.prefix_share
+    built = not model.path  # a checkpoint has its own shape
+    experts = model.path or model.experts
+    priced = kind is not CostKind.published  # which has timings in the place of rates
+    measured = config.measure and not cost.operators and not model.state_layers  # so `auto` is fitted
+    fitted = kind in (CostKind.fitted, CostKind.table) or (kind is CostKind.auto and measured)
+    linked = device.tensor_parallel > 1 or (experts and device.data_parallel > 1)
+    read, mode = trace.format is not TraceFormat.generated, config.replay.mode
+    return (
+        (priced and linked, "device", "link_gbs link_efficiency link_round_us"),
+        (config.cache.disk_tokens, "device", "disk_read_gbs disk_write_gbs disk_latency_us"),
+        (kind in (CostKind.auto, CostKind.operators), "device", "multiprocessors l2_mib clock_ghz"),
+        (priced, "device", "compute_efficiency attention_efficiency"),
+        (priced and not fitted, "device", "bandwidth_efficiency kv_efficiency layer_overhead_us"),
+        (priced and not fitted, "device", "attention_overhead_us row_overhead_us"),
+        (not fitted, "device", "bandwidth_gbs step_overhead_us"),
+        (built, "model", "family layers hidden heads kv_heads head_dim intermediate vocab tied_embeddings"),
+        (built, "model", "window windowed_layers chunked_windows experts latent_rank"),
+        (built and model.latent_rank, "model", "rope_dim value_dim query_rank"),
+        (built and experts, "model", "experts_per_token dense_layers"),
+        (built and experts, "model", "expert_intermediate shared_intermediate"),
+        (experts, "model", "expert_skew experts_only"),
+        (model.weight_dtype is WeightDtype.int4, "model", "weight_group"),
+        (model.path or model.state_layers, "cache", "states state_every"),
+        (config.scheduler.preemption is not Preemption.recompute, "cache", "host_tokens"),
+        (config.cache.policy is CachePolicy.paged, "scheduler", "preemption"),
+        (mode not in (ReplayMode.closed, ReplayMode.offline), "workload", "request_rate"),
+        (share is not None or trace.sharing is not SharingModel.none, "workload", "num_prefixes prefix_zipf"),
+        (share is None, "trace", "sharing"),
+        (share is None and trace.sharing is not SharingModel.none, "trace", "share"),
+        (trace.arrivals is TraceArrivals.gamma, "trace", "arrival_shape"),
+        (read, "trace", "ticks on_error sort tokenizer"),
+    )
+
+
+def unread_keys(config: RunConfig) -> set[str]:
+    """Keys of parts that a point lacks. Their values stay: a changed setting may bring the part."""
+    lacking = (row for row in _parts(config) if not row[0])
+    return {f"{section}.{name}" for _, section, names in lacking for name in names.split()}
 
 
 ConfigStore.instance().store(name="schema", node=RunConfig)
@@ -293,10 +340,8 @@ def _dtype_of_checkpoint(config: "RunConfig | DictConfig") -> str | None:
         return None
     if not isinstance(found.dtype, str) or found.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)
-        raise ConfigError(
-            "model.dtype",
-            f"found {found.dtype!r} in {found.file}; allowed: {allowed}. Name one of them to convert the weights",
-        )
+        reason = f"found {found.dtype!r} in {found.file}; allowed: {allowed}. Name one of them to convert the weights"
+        raise ConfigError("model.dtype", reason)
     return found.dtype
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 import yaml
 
 from harness.config.checks import RANGES, check_settings, value_of
-from harness.config.compose import compose_config, normalise
+from harness.config.compose import compose_config, normalise, unread_keys
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.execution import EXECUTION_KEYS
 from harness.config.foreign import is_option_file
@@ -37,7 +37,7 @@ from harness.config.groups import (
 from harness.config.option_files import BASE, plain_yaml, spelt
 from harness.config.overrides import MOST_POINTS, Axis, Setting, of_a_file, parse_overrides, quoted, renamed
 from harness.config.paths import check_paths
-from harness.config.schema import CostKind, DecodingConfig, ModelConfig, ReportConfig, RunConfig, config_keys
+from harness.config.schema import DecodingConfig, ModelConfig, ReportConfig, RunConfig, config_keys
 from harness.config.values import PerObject
 from harness.console import shortened
 from harness.store.commit import SCHEMA
@@ -364,9 +364,8 @@ def plan_sweep(
     """
     total = prod(len(axis.settings) for axis in request.axes)
     if total > MOST_POINTS:
-        raise UserError(
-            f"{total:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
-        )
+        reason = f"{total:,} points asked for, at most {MOST_POINTS:,} are allowed; use fewer values or axes"
+        raise UserError(reason)
     points: dict[str, PlannedPoint] = {}
     same: list[tuple[str, str]] = []
     bad: list[BadPoint] = []
@@ -462,8 +461,16 @@ def _plan_point(
 
 def idle_keys(settings: Iterable[Setting], asked: RunConfig, normal: RunConfig) -> frozenset[str]:
     """The keys of settings that have no effect in a configuration, as it was asked for and normalised."""
-    unread = _unread(normal)
+    unread = unread_keys(normal)
     return frozenset(one.key for one in settings if one.key in unread or not _applies(one, asked, normal))
+
+
+def idle_words(overrides: Sequence[str], asked: RunConfig, normal: RunConfig) -> str:
+    """Those of the user's overrides of one configuration that have no effect, in words; empty where all have one."""
+    request = run_request(overrides)
+    users = (axis.settings[0] for axis in request.axes if axis.key not in request.deployed)
+    idle = ", ".join(sorted(idle_keys(users, asked, normal)))
+    return f"without effect beside the other settings: {idle}" if idle else ""
 
 
 def _path_errors(config: RunConfig, known: SharedErrors) -> list[ConfigError]:
@@ -487,40 +494,6 @@ def _applies(item: Setting, asked: RunConfig, normal: RunConfig) -> bool:
         return True
     found, kept = value_of(asked, item.key), value_of(normal, item.key)
     return bool(found == kept or (isinstance(found, str) and expanduser(found) == kept))
-
-
-# Keys that describe a part of a device or model, by what says whether it is there.
-_OF_A_PART = {
-    "links": ("device.link_gbs", "device.link_efficiency", "device.link_round_us"),
-    "disk": ("device.disk_read_gbs", "device.disk_write_gbs", "device.disk_latency_us"),
-    "timings": ("device.multiprocessors", "device.l2_mib", "device.clock_ghz"),
-    "latent": ("model.rope_dim", "model.value_dim", "model.query_rank"),
-    "experts": (
-        *("model.expert_skew", "model.experts_per_token", "model.expert_intermediate"),
-        *("model.shared_intermediate", "model.dense_layers"),
-    ),
-    "rates": (
-        *("device.bandwidth_efficiency", "device.kv_efficiency", "device.compute_efficiency"),
-        *("device.attention_efficiency", "device.layer_overhead_us", "device.attention_overhead_us"),
-        "device.row_overhead_us",
-    ),
-}
-
-
-def _unread(config: RunConfig) -> set[str]:
-    """Keys of parts that a point lacks. Their values stay: a changed setting may bring the part."""
-    device, model = config.device, config.model
-    experts = model.path or model.experts
-    priced = config.cost.kind is not CostKind.published  # which has timings in the place of rates
-    there = {
-        "links": priced and (device.tensor_parallel > 1 or (experts and device.data_parallel > 1)),
-        "disk": config.cache.disk_tokens,
-        "timings": config.cost.kind in (CostKind.auto, CostKind.operators),
-        "latent": model.path or model.latent_rank,
-        "experts": experts,
-        "rates": priced,
-    }
-    return {key for part, keys in _OF_A_PART.items() if not there[part] for key in keys}
 
 
 def _label(settings: Settings) -> str:

@@ -15,7 +15,7 @@ from harness.config.overrides import of_a_file
 from harness.config.schema import ReplayMode, RunConfig
 from harness.cost.roofline import FRONT_END
 from harness.point.cost import check_cost
-from harness.sweep.plan import idle_keys, one_configuration, run_request
+from harness.sweep.plan import idle_words, one_configuration, run_request
 from harness.twin.inferred import INFERRED
 from harness.twin.log import EngineLog
 from harness.twin.settings import EngineSettings, with_vllm_defaults
@@ -138,16 +138,11 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
-    users = [axis.settings[0] for axis in run_request(overrides).axes if axis.key not in deployed]
-    idle = idle_keys(users, asked, config)
-    unheard = f"Warning: without effect beside the other settings: {', '.join(sorted(idle))}." if idle else ""
+    idle = idle_words(overrides, asked, config)
+    unheard = f"Warning: {idle}." if idle else ""
     others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
-    warnings = (
-        *log.warnings,
-        _offloaded(settings, chosen, config),
-        *others,
-        _assumed(settings, chosen, config),
-    )
+    offloaded, assumed = (said(settings, chosen, config) for said in (_offloaded, _assumed))
+    warnings = *log.warnings, offloaded, *others, assumed
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 

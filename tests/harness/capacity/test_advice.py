@@ -23,6 +23,7 @@ from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord
 from harness.point.cost import cost_model
 from harness.store.commit import StoreContent
+from harness.workload.deployment import settings_text
 from harness.workload.point import resolve
 from harness.workload.simulate import predict, simulate
 from traces.analysis.reuse import PrefixPaths, optimal_hit_tokens, reuse_profile
@@ -399,6 +400,22 @@ def test_a_model_with_windows_is_advised_with_groups(
     assert main(["advise", str(file), "--model", "gemma3_12b", "--device", "h100"]) == 0
     assert [config.cache.groups for config in seen] == [GroupPages.uniform]
     assert "--disable-hybrid-kv-cache-manager" not in capsys.readouterr().out
+
+
+def test_groups_that_a_file_of_a_deployment_sets_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, words = write(tmp_path, 0, 1500, 10, 2, 1.0), ["model=gemma3_12b", "device=h100"]
+    for groups, kept in (("off", GroupPages.off), ("uniform", GroupPages.uniform)):
+        server = tmp_path / "server.yaml"
+        config = compose_config(
+            [axis.settings[0] for axis in parse_overrides([*words, f"cache.groups={groups}"])]
+        )
+        server.write_text(settings_text(config))
+        asked = [f"deployment={server}", "trace.ticks=even", "workload.num_prefixes=3"]
+        assert source_case(file, asked, parse_slo(SLO)).case.config.cache.groups is kept
+    said = "without effect beside the other settings: workload.num_prefixes"
+    assert [line for line in capsys.readouterr().err.splitlines() if "effect" in line] == [said, said]
 
 
 def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

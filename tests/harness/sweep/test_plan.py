@@ -14,7 +14,7 @@ import fake_point
 import pytest
 
 from harness.config.checks import value_of
-from harness.config.compose import compose_config
+from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError, UnknownKeyError, UserError
 from harness.config.groups import EXPERIMENTS, options
 from harness.config.schema import CostKind, RunConfig
@@ -352,6 +352,26 @@ def test_published_timings_stand_in_the_place_of_shares_links_and_times() -> Non
     assert idle_keys(settings, config, config) == {"device.kv_efficiency", "device.link_gbs"}
     config.cost.kind = CostKind.roofline
     assert idle_keys(settings, config, config) == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        ("model.path=/no/such/checkpoint model.layers=2 model.expert_skew=1", {"model.layers"}),
+        ("replay.mode=closed workload.request_rate=9 replay.users=2", {"workload.request_rate"}),
+        ("workload.prefix_share=0.5 trace.sharing=tree trace.share=0.3", {"trace.sharing", "trace.share"}),
+        ("trace.sharing=tree trace.share=0.3 workload.prefix_zipf=2", set()),
+        ("workload.num_prefixes=4 trace.ticks=even", {"workload.num_prefixes", "trace.ticks"}),
+        ("cache.host_tokens=999", {"cache.host_tokens"}),
+        ("cache.host_tokens=999 scheduler.preemption=swap", set()),
+        ("measure=true device.kv_efficiency=0.5", {"device.kv_efficiency"}),
+        ("measure=true cost.kind=roofline device.kv_efficiency=0.5", set()),
+    ],
+)
+def test_a_setting_that_nothing_reads_is_named_for_one_run(words: str, idle: set[str]) -> None:
+    settings = [axis.settings[0] for axis in run_request(("measure=false", *words.split())).axes]
+    asked = compose_config({one.key: one for one in settings}.values())
+    assert idle_keys(settings, asked, normalise(asked)) == idle
 
 
 @pytest.mark.parametrize(
