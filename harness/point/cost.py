@@ -48,10 +48,8 @@ def table_setup(deployment: Deployment) -> published.TableSetup:
     model = deployment.model
     weights = _WEIGHTS[model.weight_dtype]
     if model.weight_dtype is WeightDtype.mxfp4 and not model.experts_only:
-        raise ConfigError(
-            "model.weight_dtype",
-            "mxfp4, but the tables have it for experts alone; set model.experts_only=true, or use cost=roofline",
-        )
+        reason = "mxfp4, but the tables have it for experts alone; set model.experts_only=true, or use cost=roofline"
+        raise ConfigError("model.weight_dtype", reason)
     return published.TableSetup(
         device=deployment.device.name,
         engine=deployment.cost.engine,
@@ -251,9 +249,10 @@ def check_cost(deployment: Deployment) -> None:
             "set it (1 where the model drafts for itself), or use cost=fitted on a device that is calibrated",
         )
     if deployment.cost.block_sizes:
-        if kind is not CostKind.roofline:
-            reason = f"true, but it is a factor on cost=roofline and this point has {kind}; leave it out"
-            raise ConfigError("cost.block_sizes", reason)
+        why = "rows of one token, and drafts make rows of several" if decoding.draft_tokens else ""
+        why = why if kind is CostKind.roofline else f"cost=roofline and this point has {kind}"
+        if why:
+            raise ConfigError("cost.block_sizes", f"true, but it is a factor on {why}; leave it out")
         # raises where the static model of our kernels lacks device, shape or block size
         _ = deployment.hardware
     if kind is CostKind.operators:
@@ -331,7 +330,17 @@ def _check_device(deployment: Deployment, kind: CostKind) -> None:
 
 
 def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
-    """Raise ConfigError if the roofline would price the model as something that it is not."""
+    """Raise ConfigError if the roofline, or timed attention, would price the model as something that it is not."""
+    shape = deployment.shape
+    windows = shape.window is not None and shape.window < deployment.longest
+    if (shape.latent or windows) and (kind is CostKind.operators or takes_timed_kernels(deployment)):
+        has = "latent vectors" if shape.latent else f"layers that see {shape.window:,} tokens"
+        reason = (
+            f"{kind}, but {deployment.model.name} has {has}, and its timings are of K and V of every token"
+        )
+        raise ConfigError(
+            "cost.kind", f"{reason}; use cost=roofline, or cost=fitted on the device that runs it"
+        )
     if kind not in _PREDICTED or kind is CostKind.published:
         return
     models = [(deployment.model, "model.path")]

@@ -111,6 +111,12 @@ def test_what_the_table_does_not_hold_is_refused_by_name(overrides: tuple[str, .
     assert message in str(caught.value)
 
 
+def test_drafts_make_rows_that_the_factor_does_not_price() -> None:
+    drafts = "decoding.draft_tokens=3", "decoding.acceptance=0.5"
+    with pytest.raises(ConfigError, match="a factor on rows of one token, and drafts make rows of several"):
+        check_cost(deployment_of(config("device=h200", *ASKED, *drafts)))
+
+
 def test_a_contiguous_cache_has_no_block_size_to_price() -> None:
     assert config("device=h200", "cache=contiguous_max", *ASKED).cost.block_sizes is False
 
