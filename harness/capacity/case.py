@@ -419,7 +419,11 @@ class LoadCase:
         same = *sorted(changes.items()), rate, seed, end, int(rows.request_id[0]), len(rows)
         if same not in self._known:
             copies = len(rows) // len(part.point.trace.requests)
-            self._known[same] = self._replayed(part.point.of_trace(trace), copies, rate, changes, seed, end)
+            rows = replace(
+                rows, arrival_us=rows.arrival_us - rows.arrival_us[0]
+            )  # no rate has the time before
+            started = part.point.of_trace(replace(trace, requests=rows))
+            self._known[same] = self._replayed(started, copies, rate, changes, seed, end)
         return self._known[same]
 
     def _replayed(

@@ -22,7 +22,7 @@ from harness.capacity import (
     smallest_pool,
 )
 from harness.capacity.advice import rate_text
-from harness.capacity.case import LoadCase, growth
+from harness.capacity.case import LoadCase, busiest_window, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
@@ -319,6 +319,18 @@ def test_flags_are_compared_by_latency_in_the_busiest_window() -> None:
     """A load that rises within it counts for nothing: it ends."""
     case = case_of_a_load(37_500, 12_500, "ttft_p99<9")
     assert case.run(rate=40.0, busiest=True).met
+
+
+def test_the_busiest_window_serves_at_its_own_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its throughput is over its own time; the time before its first request is none of it."""
+    monkeypatch.setattr("harness.capacity.case._LEAST_BUSY", 10)
+    case = case_of_a_load(37_500, 12_500, "output_throughput>1")
+    window = busiest_window(case.trace).columns.arrival_us
+    arriving_s = float(window[-1] - window[0]) / 1e6
+    assert window[0] > 10 * (window[-1] - window[0]) / len(window)
+    found = case.run(busiest=True).metrics
+    assert arriving_s < found["span"] < arriving_s + 2 * found["e2e_p99"]
+    assert found["request_throughput"] == pytest.approx(len(window) / found["span"])
 
 
 def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
