@@ -416,10 +416,9 @@ def smallest_pool(case: LoadCase, seeds: int, tell: Tell) -> CapacityAnswer:
             return CapacityAnswer(question, unit, None, reason + _there(case.made[-1]))
         found.append(edge.good * pool.block_size)
         tell(f"{edge.good:,.0f} blocks of {pool.block_size}")
-    beyond = held is not None and max(found) > held * pool.block_size
-    device = case.config.device
+    holds = (held or inf) * pool.block_size
     reason = (
-        f"more than the {held * pool.block_size:,} tokens that {device.name} holds" if held and beyond else ""
+        f"more than the {holds:,} tokens that {case.config.device.name} holds" if max(found) > holds else ""
     )
     return CapacityAnswer(question, unit, estimate(found), reason)
 

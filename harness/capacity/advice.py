@@ -311,10 +311,8 @@ def _devices(config: RunConfig, times: float) -> Iterator[tuple[str, Changes]]:
     device = config.device
     if times > 1:
         count = ceil(times) * device.data_parallel
-        yield (
-            f"{count * device.tensor_parallel} x {device.name} ({count} replicas)",
-            {"device.data_parallel": count},
-        )
+        what = f"{count * device.tensor_parallel} x {device.name} ({count} replicas)"
+        yield what, {"device.data_parallel": count}
     for count in _PARALLEL:
         if count > device.tensor_parallel:
             changes = {"device.tensor_parallel": count}

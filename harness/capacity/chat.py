@@ -157,17 +157,15 @@ def tokenizer_of(folder: str) -> Any:
     except ImportError as error:
         raise UserError("--tokenizer needs transformers: pip install 'pagetwin[engine]'") from error
     except ModelError as error:
-        raise UserError(
-            f"--tokenizer {error}; name a folder with tokenizer.json and tokenizer_config.json"
-        ) from error
+        reason = f"--tokenizer {error}; name a folder with tokenizer.json and tokenizer_config.json"
+        raise UserError(reason) from error
     if not found.chat_template:
         raise UserError(
             f"--tokenizer {folder}: it has no chat template (chat_template.jinja, or in its configuration)"
         )
     if not found.is_fast:
-        raise UserError(
-            f"--tokenizer {folder}: it has no tokenizer.json, which gives the place of each token"
-        )
+        reason = f"--tokenizer {folder}: it has no tokenizer.json, which gives the place of each token"
+        raise UserError(reason)
     return found
 
 
@@ -236,9 +234,8 @@ def _seconds(value: Any) -> float:
     if isinstance(value, str):
         return datetime.fromisoformat(value).timestamp()
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < _LATEST_S:
-        raise ValueError(
-            f"timestamp: Unix time in seconds or an ISO date expected, found {one_line(value, 40)}"
-        )
+        reason = f"timestamp: Unix time in seconds or an ISO date expected, found {one_line(value, 40)}"
+        raise ValueError(reason)
     return float(value)
 
 

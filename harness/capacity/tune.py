@@ -89,16 +89,14 @@ class _Grid:
     def of(cls, words: Sequence[str]) -> "_Grid":
         request, session = run_request(words), PointSession()
         if not request.varying:
-            raise UserError(
-                "--measure N needs a grid: several values of some settings, as scheduler.max_running=32,64,128"
-            )
+            reason = "--measure N needs a grid: several values of some settings, as scheduler.max_running=32,64,128"
+            raise UserError(reason)
         points = plan_sweep(request, session).points
         if not points[0].config.measure:
             raise UserError("--measure N measures: leave out measure=false")
         if any(planned.config.replay.repeats < 2 for planned in points):
-            raise UserError(
-                "--measure N tells noise from runs: replay.repeats must be at least 2 (default: 3)"
-            )
+            reason = "--measure N tells noise from runs: replay.repeats must be at least 2 (default: 3)"
+            raise UserError(reason)
         found, counts = [], []
         for planned in points:
             point = resolve(planned.config)
@@ -137,9 +135,8 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
     scores = [score(slo, one) for one in grid.predicted]
     if not min(scores) > 0 or any(goal.metric not in one for goal in slo for one in grid.predicted):
         names = " or ".join(goal.metric for goal in slo)
-        raise UserError(
-            f"--slo: at some cell there is no {names}, or it is 0, so cells cannot be compared by it"
-        )
+        reason = f"--slo: at some cell there is no {names}, or it is 0, so cells cannot be compared by it"
+        raise UserError(reason)
 
     def measure(place: int) -> list[float]:
         tell(f"measuring {grid.points[place].label}")

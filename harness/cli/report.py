@@ -263,9 +263,8 @@ def _asks_for_a_figure(arguments: Arguments) -> bool:
     if flags.x is None and given:
         raise UserError(f"{given[0]} needs --x KEY: the setting along the figure's x axis")
     if flags.x is not None and flags.against is not None:
-        raise UserError(
-            f"'{flags.against}': a second store belongs to the whole report; --x writes one figure alone"
-        )
+        reason = f"'{flags.against}': a second store belongs to the whole report; --x writes one figure alone"
+        raise UserError(reason)
     whole = ("kernels", "markdown", "figures", "paper", "serif", "latex")
     others = [f"--{name}" for name in whole if getattr(flags, name) not in (None, False)]
     if flags.x is not None and others:

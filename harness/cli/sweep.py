@@ -162,9 +162,8 @@ def _request(arguments: Arguments) -> plan.SweepRequest:
         return request
     request = plan.in_its_own_place(request)
     if request.varying:
-        raise UserError(
-            f"'run' takes one point, but there are several values of {', '.join(request.varying)}; use 'sweep'"
-        )
+        reason = f"'run' takes one point, but there are several values of {', '.join(request.varying)}; use 'sweep'"
+        raise UserError(reason)
     return request
 
 

@@ -222,10 +222,8 @@ def check_policy(config: RunConfig) -> Iterator[ConfigError]:
         reason = "found true, but scheduler.long_prefill_tokens is null, and there is no cap to raise; set it"
         yield ConfigError("scheduler.long_prefill_adaptive", reason)
     if scheduler.long_prefill_tokens is not None and not scheduler.chunked_prefill:
-        yield ConfigError(
-            "scheduler.long_prefill_tokens",
-            f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null",
-        )
+        reason = f"found {scheduler.long_prefill_tokens}, but scheduler.chunked_prefill=false cuts no prompt; set null"
+        yield ConfigError("scheduler.long_prefill_tokens", reason)
 
 
 def check_trace(config: RunConfig) -> Iterator[ConfigError]:
@@ -286,10 +284,8 @@ def _pool(config: RunConfig) -> Iterator[ConfigError]:
     cache = config.cache
     pool, longest = cache.pool_tokens, cache.max_model_len
     if pool is not None and cache.pool_blocks is not None:
-        yield ConfigError(
-            "cache.pool_blocks",
-            f"found {cache.pool_blocks}, but cache.pool_tokens={pool} sets the pool too; set one of them to null",
-        )
+        reason = f"found {cache.pool_blocks}, but cache.pool_tokens={pool} sets the pool too; set one of them to null"
+        yield ConfigError("cache.pool_blocks", reason)
     if cache.pool_blocks is not None and cache.policy is not CachePolicy.paged:
         reason = (
             f"found {cache.pool_blocks}, but cache.policy={cache.policy} has no blocks; use cache.pool_tokens"
@@ -401,10 +397,8 @@ def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
     if not config.measure:
         return
     if model.weight_dtype is not WeightDtype.model:
-        yield ConfigError(
-            "model.weight_dtype",
-            f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false",
-        )
+        reason = f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false"
+        yield ConfigError("model.weight_dtype", reason)
     stateful = model.family in STATE_FAMILIES
     for name in ("experts", "latent_rank", "chunked_windows", *(() if stateful else ("state_layers",))):
         if model.path is None and getattr(model, name):

@@ -153,9 +153,8 @@ class Gate:
         types = dict(signature or {})
         if wrong := sorted(set(kernel.arg_names) ^ set(types)):
             names = ", ".join(kernel.arg_names)
-            raise UserError(
-                f"signature: {', '.join(wrong)}: it must have a type for each of {names}, and no other"
-            )
+            reason = f"signature: {', '.join(wrong)}: it must have a type for each of {names}, and no other"
+            raise UserError(reason)
         if unknown := sorted(set(capabilities) - set(ARCHITECTURES)):
             raise UserError(
                 f"capabilities: {unknown} are not known; allowed are {', '.join(map(str, ARCHITECTURES))}"
@@ -284,8 +283,7 @@ def _sources(function: Function, packages: Sequence[str]) -> tuple[dict[str, str
     path = getattr(plain, "__qualname__", "<")
     file = inspect.getsourcefile(plain) if inspect.isfunction(plain) and "<" not in path else None
     if file is None:
-        raise UserError(
-            f"gated: {function!r} is no function of a module's top level, so its accepted version cannot be loaded"
-        )
+        reason = f"gated: {function!r} is no function of a module's top level, so its accepted version cannot be loaded"
+        raise UserError(reason)
     found = {plain.__module__: Path(file).read_text(encoding="utf-8")}
     return {key: text for package in packages for key, text in package_sources(package).items()} | found, path

@@ -110,9 +110,8 @@ def chosen(ids: Iterable[str]) -> list[Claim]:
     wanted = list(ids)
     for name in wanted:
         if not any(name in (claim.id, claim.id.partition(".")[0]) for claim in claims()):
-            raise UserError(
-                f"there is no claim '{name}'; ids are S0.1 to S4.30, and S0, S1, S2, S3, S4 name whole lessons"
-            )
+            reason = f"there is no claim '{name}'; ids are S0.1 to S4.30, and S0, S1, S2, S3, S4 name whole lessons"
+            raise UserError(reason)
     return [
         claim
         for claim in claims()

@@ -185,9 +185,8 @@ def _run_grid(overrides: Sequence[str], folder: Path, session: PointSession) -> 
                 raise KeyboardInterrupt
             if outcome.failed:
                 first = outcome.failed[0]
-                raise UserError(
-                    f"{folder}: {len(outcome.failed)} points failed, first {first.label}: {first.error}"
-                )
+                reason = f"{folder}: {len(outcome.failed)} points failed, first {first.label}: {first.error}"
+                raise UserError(reason)
             done = read_store(folder).records
     return [done[point.fingerprint] for point in sweep.points]
 

@@ -210,9 +210,8 @@ def read_kept(folder: Path) -> dict[str, Kept]:
     try:
         return {row["name"]: Kept(**row) for row in json.loads(path.read_text(encoding="utf-8"))}
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{path} cannot be read ({error}); name another folder with --out, or remove it"
-        ) from None
+        reason = f"{path} cannot be read ({error}); name another folder with --out, or remove it"
+        raise UserError(reason) from None
 
 
 def _page(found: Sequence[Kept], svgs: Mapping[str, bytes]) -> str:

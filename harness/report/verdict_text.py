@@ -404,9 +404,8 @@ def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
     records = read_study(root).records
     pairs = [(record, known[label]) for record in records if (label := record.point_label) in known]
     if not pairs:
-        raise ReportError(
-            f"{root} and {against} have no point in common: their settings differ at every point"
-        )
+        reason = f"{root} and {against} have no point in common: their settings differ at every point"
+        raise ReportError(reason)
     found = [_changed(name, pairs) for name in dict.fromkeys(("request_throughput", *HEADLINE))]
     matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}."
     before = [f"{against}: {line}" for line in beside_figures([*known.values()])]

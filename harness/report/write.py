@@ -367,9 +367,8 @@ def _check_choice(study: Study, choice: FigureChoice) -> tuple[Study, Axes]:
     gone = [key for key in drawn if key not in axes.values]
     if gone:
         held = " ".join(f"{key}={value}" for key, value in choice.where.items())
-        raise ReportError(
-            f"--where {held}: '{gone[0]}' has one value at these points; nothing to draw along it"
-        )
+        reason = f"--where {held}: '{gone[0]}' has one value at these points; nothing to draw along it"
+        raise ReportError(reason)
     return replace(study, records=tuple(records)), axes
 
 

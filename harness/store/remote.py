@@ -133,9 +133,8 @@ class Lease:
         while _now() - begun < self._stale_s:
             time.sleep(min(_LOOK_S, self._stale_s / 10))
             if self._highest() != number or self._read(number) != first:
-                raise BusyStoreError(
-                    f"another sweep ({who}) is writing there; wait for it, or choose another place with out=..."
-                )
+                reason = f"another sweep ({who}) is writing there; wait for it, or choose another place with out=..."
+                raise BusyStoreError(reason)
 
     def _keep(self) -> None:
         while not self._ended.wait(self._renew_s):

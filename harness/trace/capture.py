@@ -121,9 +121,8 @@ def _messages(endpoint: str, topic: str, seconds: float, clock: Callable[[], flo
         try:
             socket.connect(endpoint)
         except zmq.ZMQError as error:
-            raise UserError(
-                f"capture: cannot connect to '{endpoint}': {error}; an address like tcp://127.0.0.1:5557 expected"
-            ) from error
+            reason = f"capture: cannot connect to '{endpoint}': {error}; an address like tcp://127.0.0.1:5557 expected"
+            raise UserError(reason) from error
         end = clock() + seconds
         while clock() < end:
             if socket.poll(_POLL_MS):

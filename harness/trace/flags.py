@@ -188,9 +188,8 @@ def cached_trace(name: str) -> Path:
     entry = public_trace(name)
     if entry is None:
         public = ", ".join(known.name for known in catalogue() if known.format != "generated")
-        raise UserError(
-            f"'{name}' is neither a file nor a generator ({', '.join(GENERATORS)}) nor a public trace ({public})"
-        )
+        reason = f"'{name}' is neither a file nor a generator ({', '.join(GENERATORS)}) nor a public trace ({public})"
+        raise UserError(reason)
     if not is_fetched(entry):
         raise UserError(f"'{name}' is not in {cache_folder()}; fetch it: python -m harness trace get {name}")
     return trace_path(entry)

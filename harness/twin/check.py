@@ -104,9 +104,8 @@ def pages(source: str, sleep: Callable[[float], None] = time.sleep) -> Pages:
             raise UserError(f"--check {source}: cannot be read: {error.strerror or error}") from error
     for page in found:
         if not any(name in page for name in RUNNING):
-            raise UserError(
-                f"--check {source}: has none of {', '.join(RUNNING)}: no /metrics page of a vLLM server"
-            )
+            reason = f"--check {source}: has none of {', '.join(RUNNING)}: no /metrics page of a vLLM server"
+            raise UserError(reason)
     if len(models := _labelled(found, "model_name")) > 1:
         raise UserError(f"--check {source}: has figures of several models: {', '.join(sorted(models))}")
     for names in (_QUERIES, _HITS, _PREEMPTIONS, _FINISHED):

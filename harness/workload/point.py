@@ -373,10 +373,8 @@ def _client_sends_beams(config: RunConfig, trace: Trace, trace_decoding: TraceDe
             raise ConfigError("decoding.sharing", NO_INDIRECTION)
         return False
     if any(each.width > 1 and each.mode is Decoding.sample for each in decodings):
-        raise ConfigError(
-            "decoding.sharing",
-            "prefix_cache, but the requests of the trace have samples and beams; set workload.widths=configured",
-        )
+        reason = "prefix_cache, but the requests of the trace have samples and beams; set workload.widths=configured"
+        raise ConfigError("decoding.sharing", reason)
     return True
 
 
