@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from harness.bench.results import Problem, ProblemKind, TimingRow, read_problems
 from harness.cost.timings import COLUMNS, OURS, Ceilings, KernelRun, KernelRunError, MadeOn, read_run
-from harness.report.page import ExtraSection, SectionMaker, in_page
+from harness.report.page import Section, SectionMaker, in_page
 from harness.report.study import Study
 from harness.report.style import Drawing, Picture, csv_bytes, drawing_files, filled
 from harness.report.tables import Table
@@ -168,11 +168,11 @@ KEY, TITLE = "kernels", "Attention kernels, timed alone"
 def kernel_section(named: Path | str) -> SectionMaker:
     """The section for the run in a folder. If the run cannot be read, the section says so and the report goes on."""
 
-    def make(study: Study) -> ExtraSection:
+    def make(study: Study) -> Section:
         try:
             run = read_run(named)
         except KernelRunError as error:
-            return ExtraSection(KEY, TITLE, warnings=[f"The kernel benchmark cannot be shown: {error}"])
+            return Section(KEY, TITLE, warnings=[f"The kernel benchmark cannot be shown: {error}"])
         return _section(run, study)
 
     return make
@@ -183,7 +183,7 @@ def mismatches(run: KernelRun, study: Study) -> list[str]:
     return [*_elsewhere(run, study), *_stale(run)]
 
 
-def _section(run: KernelRun, study: Study) -> ExtraSection:
+def _section(run: KernelRun, study: Study) -> Section:
     import pandas as pd
 
     from harness.bench.figures import pictures
@@ -193,7 +193,7 @@ def _section(run: KernelRun, study: Study) -> ExtraSection:
     rows = [["device", made_on.device], *([key, value] for key, value in facts(run.ceilings, made_on))]
     cases = list(case_rows(table))
     title = f"All {len(cases):,} cases: our own time and speed, then every other provider's time over ours"
-    return ExtraSection(
+    return Section(
         KEY,
         TITLE,
         warnings=[*mismatches(run, study), *lost, *(_line(one) for one in wrong if one.provider == OURS)],

@@ -146,7 +146,7 @@ def _additions(kernels: Path | None, root: Path, against: Path | None) -> list[A
 
 
 def _changes_section(root: Path, against: Path, _: Any) -> Any:
-    from harness.report.page import ExtraSection
+    from harness.report.page import Section
     from harness.report.tables import Table
     from harness.report.verdict_text import CHANGE_HEAD, changes
 
@@ -154,7 +154,7 @@ def _changes_section(root: Path, against: Path, _: Any) -> Any:
     worse = ", ".join(one.metric.label for one in rows if one.worse)
     said = f"Worse beyond doubt: {worse}." if worse else "No metric became worse beyond doubt."
     tables = [Table(CHANGE_HEAD, [one.cells for one in rows])]
-    return ExtraSection("changes", "What changed", text=[said], tables=tables, notes=largest)
+    return Section("changes", "What changed", text=[said], tables=tables, notes=largest)
 
 
 def _report_if_outdated(out: Path, manifest: Manifest, report: ModuleType | None) -> None:

@@ -1,6 +1,6 @@
 """The page: its sections in reading order, each with figures and tables, or the reason why there are none.
 
-Another package adds a section as an `ExtraSection`: text, figures, tables, and warnings.
+Another package adds a `Section` of its own: text, pictures, tables, and warnings.
 
 It holds the points as data for its chart, small enough to lie in the page.
 """
@@ -102,26 +102,6 @@ Svgs = Mapping[str, bytes]
 
 
 @dataclass(frozen=True)
-class ExtraSection:
-    """A section of another package. Its `warnings` come first and look like those of a failed point.
-
-    `key` is the section's anchor. The names of pictures are file names and begin with `kernel_`.
-    """
-
-    key: str
-    title: str
-    warnings: Sequence[str] = ()
-    text: Sequence[str] = ()
-    pictures: Sequence[Picture] = ()
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = field(default=())
-
-
-# Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw.
-SectionMaker = Callable[[Study], ExtraSection]
-
-
-@dataclass(frozen=True)
 class Shown:
     """A figure in the page: inline SVG with caption and file stem, or the reason why there is none."""
 
@@ -133,7 +113,11 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the page: heading, texts, figures and tables."""
+    """A section of the page: heading, texts, figures and tables. Its `key` is its anchor.
+
+    `warnings` come first and look like those of a failed point. A section of another package gives `pictures`, of which
+    the page makes its figures; their names are file names and begin with `kernel_`.
+    """
 
     key: str
     title: str
@@ -143,10 +127,15 @@ class Section:
     notes: Sequence[str] = field(default=())
     warnings: Sequence[str] = field(default=())
     parts: Sequence["Section"] = ()  # folded
+    pictures: Sequence[Picture] = ()
+
+
+# Makes the section for a sweep. It is called inside `harness.report.style.style()`, so that it can draw.
+SectionMaker = Callable[[Study], Section]
 
 
 def build_page(
-    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[ExtraSection], *, pdf: bool
+    study: Study, axes: Axes, pictures: Pictures, svgs: Svgs, added: Sequence[Section], *, pdf: bool
 ) -> str:
     """The whole HTML document. `svgs` holds the bytes of every drawing in `pictures`, including those of `added`.
 
@@ -207,7 +196,7 @@ def _tone(verdict: Verdict) -> str:
 
 
 def _sections(
-    study: Study, axes: Axes, verdict: Verdict, shown: Mapping[str, Shown], added: Sequence[ExtraSection]
+    study: Study, axes: Axes, verdict: Verdict, shown: Mapping[str, Shown], added: Sequence[Section]
 ) -> list[Section]:
     curves = [figure for name, figure in shown.items() if name.startswith("curve_")]
     swept = ", ".join(label(key) for key in axes.numeric)
@@ -230,7 +219,7 @@ def _sections(
                 Section("curves", along, [f"Swept: {swept}."] if swept else [no_curves], curves),
             ],
         ),
-        *(_added_section(one, shown) for one in added),
+        *(replace(one, figures=[shown[picture.name] for picture in one.pictures]) for one in added),
         _run_section(study),
         _table_section(study, axes),
     ]
@@ -296,11 +285,6 @@ def _run_section(study: Study) -> Section:
             _cost_section(study),
         ],
     )
-
-
-def _added_section(one: ExtraSection, shown: Mapping[str, Shown]) -> Section:
-    figures = [shown[picture.name] for picture in one.pictures]
-    return Section(one.key, one.title, one.text, figures, one.tables, one.notes, one.warnings)
 
 
 def _failure_section(study: Study) -> list[Section]:

@@ -19,7 +19,7 @@ from harness.metrics.record import PointRecord
 from harness.report import style
 from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
 from harness.report.figures import curves, errors, memory
-from harness.report.page import ExtraSection, SectionMaker, build_page
+from harness.report.page import Section, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
 from harness.report.tables import latex_files
 from harness.report.verdict_text import console_lines, judged
@@ -124,7 +124,7 @@ def _write(
 
 def _drawn(
     study: Study, axes: Axes, additions: Sequence[SectionMaker], options: ReportConfig
-) -> tuple[dict[str, style.Picture], list[ExtraSection], dict[str, bytes], dict[str, bytes]]:
+) -> tuple[dict[str, style.Picture], list[Section], dict[str, bytes], dict[str, bytes]]:
     """The pictures by name, the sections of other packages, the files of the pictures, and those of single panels."""
     figures, panels = options.figures, dict[str, bytes]()
     if figures is Figures.none and not additions:
