@@ -47,7 +47,9 @@ class Command:
     more: str = ""
     takes_overrides: bool = True
 
-    def add_to(self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]", asked: str) -> None:
+    def add_to(
+        self, commands: "argparse._SubParsersAction[argparse.ArgumentParser]", asked: str
+    ) -> argparse.ArgumentParser:
         """Add the command's parser, with its flags unless another command is asked for; an empty name asks for all."""
         parser = commands.add_parser(
             self.name,
@@ -59,7 +61,7 @@ class Command:
             allow_abbrev=False,
         )
         if asked not in ("", self.name):
-            return
+            return parser
         parser.set_defaults(run=self.run, takes_overrides=self.takes_overrides)
         self.add(parser)
         if self.takes_overrides:
@@ -68,6 +70,7 @@ class Command:
                 metavar="DIR",
                 help="options of your own: device=mine chooses DIR/device/mine.yaml, and so for each group",
             )
+        return parser
 
 
 def add_out(parser: argparse.ArgumentParser, default: str, what: str = "") -> None:

@@ -31,19 +31,13 @@ def answer(parser: argparse.ArgumentParser) -> None:
     """Tell the shell what can follow the words on its command line. The process ends here."""
     import argcomplete
 
-    _add_overrides(parser)
     argcomplete.autocomplete(parser, always_complete_options=False)
 
 
-def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    """Give each command that takes overrides an argument for them."""
-    groups = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
-    for group in groups:
-        for command in group.choices.values():
-            _add_overrides(command)
-    if parser.get_default("takes_overrides"):
-        words = parser.add_argument("overrides", nargs="*")
-        words.completer = lambda prefix, **_: list(matching(prefix))  # type: ignore[attr-defined]
+def add_overrides(parser: argparse.ArgumentParser) -> None:
+    """Give a command that takes overrides an argument for them."""
+    words = parser.add_argument("overrides", nargs="*")
+    words.completer = lambda prefix, **_: list(matching(prefix))  # type: ignore[attr-defined]
 
 
 def matching(word: str) -> Iterator[str]:

@@ -82,8 +82,11 @@ def _asked(words: Sequence[str]) -> str:
     return first if any(command.name == first for command in COMMANDS) else ""
 
 
-def build_parser(asked: str = "") -> argparse.ArgumentParser:
-    """The parser of `python -m harness`; with `asked` it knows the flags of that command alone."""
+def build_parser(asked: str = "", *, completes: bool = False) -> argparse.ArgumentParser:
+    """The parser of `python -m harness`; with `asked` it knows the flags of that command alone.
+
+    With `completes` it is for the Tab key: overrides are an argument then.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m harness",
         description="Predict a paged KV cache, then prove it on the engine.",
@@ -93,7 +96,9 @@ def build_parser(asked: str = "") -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for command in COMMANDS:
-        command.add_to(commands, asked)
+        made = command.add_to(commands, asked)
+        if completes and command.takes_overrides:
+            completion.add_overrides(made)
     return parser
 
 
@@ -123,7 +128,7 @@ def main(
         report: writes reports; None takes `harness.report`.
     """
     if completion.ASKED in os.environ:
-        completion.answer(build_parser())
+        completion.answer(build_parser(completes=True))
     try:
         arguments = parse_arguments(sys.argv[1:] if words is None else words)
         run = arguments.flags.run

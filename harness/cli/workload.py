@@ -13,14 +13,11 @@ from harness.config.errors import ConfigError, UserError
 from harness.console import remark, say
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from harness.capacity import CapacityAnswer
     from harness.capacity.advice import Advice
     from harness.capacity.case import LoadCase
     from harness.capacity.slo import Slo
     from harness.config.schema import RunConfig
-    from harness.trace.flags import Actions
     from traces.trace import Trace
 
 SLO = "ttft_p99<2,tpot_mean<0.1"
@@ -51,34 +48,21 @@ example:
 _WHOLE = ("replay.mode=trace", "workload=as_recorded")  # all requests, at their own times and lengths
 
 
-def _actions() -> "dict[str, tuple[Callable[[Actions], None], Callable[[argparse.Namespace], int]]]":
-    """How each action describes itself and how it runs, in the order of `trace --help`."""
+def _add_trace(parser: argparse.ArgumentParser) -> None:
     from harness.trace import capture, inspect, make
 
-    return {
-        "ls": (inspect.add_ls, inspect.run_ls),
-        "get": (inspect.add_get, inspect.run_get),
-        "inspect": (inspect.add_inspect, inspect.run_inspect),
-        "convert": (make.add_convert, make.run_convert),
-        "slice": (make.add_slice, make.run_slice),
-        "scale": (make.add_scale, make.run_scale),
-        "capture": (capture.add_capture, capture.run_capture),
-        "synth": (make.add_synth, make.run_synth),
-        "validate": (inspect.add_validate, inspect.run_validate),
-    }
-
-
-def _add_trace(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(
         dest="action", required=True, metavar="ACTION", prog="python -m harness trace"
     )
-    for add_action, _ in _actions().values():
+    for add_action in (
+        *(inspect.add_ls, inspect.add_get, inspect.add_inspect, make.add_convert, make.add_slice),
+        *(make.add_scale, capture.add_capture, make.add_synth, inspect.add_validate),
+    ):
         add_action(actions)
 
 
 def _run_trace(arguments: Arguments) -> int:
-    _, run_action = _actions()[arguments.flags.action]
-    return run_action(arguments.flags)
+    return int(arguments.flags.run_action(arguments.flags))
 
 
 def _add_capacity(parser: argparse.ArgumentParser) -> None:

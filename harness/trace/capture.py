@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.errors import UserError
 from harness.console import install_hint, remark, say
-from harness.trace.flags import describe, user_errors_explained
+from harness.trace.flags import describe
 
 if TYPE_CHECKING:
     from harness.trace.flags import Actions
@@ -30,7 +30,7 @@ def add_capture(actions: "Actions") -> None:
         "  python -m harness sweep trace=kv_events trace.path=FILE ..."
     )
     usage = "capture ENDPOINT --out FILE [--seconds S]"
-    parser = describe(actions, "capture", "keep the KV cache events of a live server", usage, more)
+    parser = describe(actions, run_capture, "keep the KV cache events of a live server", usage, more)
     parser.add_argument("endpoint", metavar="ENDPOINT", help="of the publisher, like tcp://127.0.0.1:5557")
     parser.add_argument("--out", metavar="FILE", required=True, help="events as msgpack, one after the other")
     parser.add_argument("--overwrite", action="store_true", help="replace FILE if it exists")
@@ -38,7 +38,6 @@ def add_capture(actions: "Actions") -> None:
     parser.add_argument("--topic", default="", help="of the messages; default: all")
 
 
-@user_errors_explained
 def run_capture(flags: argparse.Namespace) -> int:
     """Subscribe, and write what came; nothing is written if nothing came."""
     from harness.store.atomic import write_files

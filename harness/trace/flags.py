@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from traces.trace import Trace
 
     Actions: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+    Run: TypeAlias = Callable[[argparse.Namespace], int]
     Write: TypeAlias = Callable[[Trace, str | Path], None]
 
 _ENDS = (".jsonl", ".jsonl.gz", ".parquet")
@@ -44,10 +45,12 @@ _FLAGS = {
 }
 
 
-def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "") -> argparse.ArgumentParser:
-    """A parser for one action."""
-    return actions.add_parser(
-        name,
+def describe(
+    actions: "Actions", run: "Run", what: str, usage: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """A parser for one action, whose name its usage begins with; `run` returns the exit code."""
+    parser = actions.add_parser(
+        usage.split()[0],
         help=what,
         description=what[0].upper() + what[1:] + ".",
         usage=f"python -m harness trace {usage}",
@@ -55,6 +58,8 @@ def describe(actions: "Actions", name: str, what: str, usage: str, more: str = "
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.set_defaults(run_action=user_errors_explained(run))
+    return parser
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
@@ -233,8 +238,8 @@ def write_trace(trace: "Trace", path: Path, writer: "Write | None" = None) -> No
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def user_errors_explained(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Decorate an action so that errors in traces and parameters become UserError with a hint."""
+def user_errors_explained(run: "Run") -> "Run":
+    """The action, whose errors in traces and parameters become UserError with a hint."""
 
     @wraps(run)
     def wrapped(flags: argparse.Namespace) -> int:

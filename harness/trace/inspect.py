@@ -20,7 +20,6 @@ from harness.trace.flags import (
     folder_of,
     is_fetched,
     trace_path,
-    user_errors_explained,
 )
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ _FAILED = 1
 
 def add_ls(actions: "Actions") -> None:
     """Describe `ls`."""
-    parser = describe(actions, "ls", "list the embedded generators and the public traces", "ls [--names]")
+    parser = describe(actions, run_ls, "list the embedded generators and the public traces", "ls [--names]")
     parser.add_argument("--names", action="store_true", help="names alone")
 
 
@@ -73,7 +72,7 @@ def _size(size: int | None) -> str:
 def add_get(actions: "Actions") -> None:
     """Describe `get`."""
     more = "The cache is $PAGETWIN_TRACES, or pagetwin/traces in the user's cache folder."
-    parser = describe(actions, "get", "download a public trace into the cache", "get NAME", more)
+    parser = describe(actions, run_get, "download a public trace into the cache", "get NAME", more)
     parser.add_argument("name", metavar="NAME", help="a public trace of 'trace ls'")
 
 
@@ -122,7 +121,7 @@ def _by_hand(entry: "CatalogueEntry", folder: Path) -> str:
 def add_inspect(actions: "Actions") -> None:
     """Describe `inspect`."""
     usage = "inspect TRACE [--format F] [--requests N] [--out DIR]"
-    parser = describe(actions, "inspect", "print a trace's statistics, and draw them", usage)
+    parser = describe(actions, run_inspect, "print a trace's statistics, and draw them", usage)
     add_source(parser)
     parser.add_argument("--out", metavar="DIR", help="draw pictures (SVG and PNG) into this folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
@@ -132,7 +131,6 @@ def add_inspect(actions: "Actions") -> None:
     )
 
 
-@user_errors_explained
 def run_inspect(flags: argparse.Namespace) -> int:
     """Read the trace, print its statistics, draw pictures."""
     from traces.analysis.statistics import trace_distributions, trace_statistics
@@ -269,11 +267,12 @@ def _shown(item: Any) -> str:
 def add_validate(actions: "Actions") -> None:
     """Describe `validate`."""
     more = "Exit code 0: every row can be replayed or is dropped for a reason; 2: a row is malformed."
-    parser = describe(actions, "validate", "check every row of a trace", "validate TRACE [--format F]", more)
+    parser = describe(
+        actions, run_validate, "check every row of a trace", "validate TRACE [--format F]", more
+    )
     add_source(parser)
 
 
-@user_errors_explained
 def run_validate(flags: argparse.Namespace) -> int:
     """Read the trace and print how many rows were kept, dropped and noted."""
     trace = chosen_trace(flags)

@@ -17,7 +17,6 @@ from harness.trace.flags import (
     chosen_arrivals,
     chosen_trace,
     describe,
-    user_errors_explained,
     write_trace,
 )
 
@@ -32,7 +31,7 @@ def add_convert(actions: "Actions") -> None:
     """Describe `convert`."""
     parser = describe(
         actions,
-        "convert",
+        run_convert,
         "write a trace in PageTwin's format, or as Mooncake JSONL",
         "convert TRACE --out FILE",
     )
@@ -43,7 +42,6 @@ def add_convert(actions: "Actions") -> None:
     )
 
 
-@user_errors_explained
 def run_convert(flags: argparse.Namespace) -> int:
     """Read the trace and write it in another format."""
     from traces.formats.hash_ids import write_mooncake
@@ -60,7 +58,7 @@ def add_slice(actions: "Actions") -> None:
     more = "Rows and times count from 0; the end is not part of the window. Segments keep their keys."
     parser = describe(
         actions,
-        "slice",
+        run_slice,
         "cut a window out of a trace",
         "slice TRACE --rows A:B | --time A:B --out FILE",
         more,
@@ -77,7 +75,6 @@ def add_slice(actions: "Actions") -> None:
     )
 
 
-@user_errors_explained
 def run_slice(flags: argparse.Namespace) -> int:
     """Read the trace, cut the window, and write it."""
     from traces.reshape import slice_rows, slice_time
@@ -104,7 +101,7 @@ def _ends(text: str, flag: str) -> tuple[float, float]:
 def add_scale(actions: "Actions") -> None:
     """Describe `scale`."""
     usage = "scale TRACE [--to-rate R] [--lengths F] --out FILE"
-    parser = describe(actions, "scale", "change a trace's arrival rate or lengths", usage)
+    parser = describe(actions, run_scale, "change a trace's arrival rate or lengths", usage)
     add_source(parser)
     add_output(parser)
     parser.add_argument(
@@ -115,7 +112,6 @@ def add_scale(actions: "Actions") -> None:
     )
 
 
-@user_errors_explained
 def run_scale(flags: argparse.Namespace) -> int:
     """Read the trace, scale it, and write it."""
     from traces.reshape import scale_lengths, set_rate
@@ -134,7 +130,7 @@ def run_scale(flags: argparse.Namespace) -> int:
 
 def add_synth(actions: "Actions") -> None:
     """Describe `synth`."""
-    parser = describe(actions, "synth", "generate a trace", "synth GENERATOR [--sharing MODEL] --out FILE")
+    parser = describe(actions, run_synth, "generate a trace", "synth GENERATOR [--sharing MODEL] --out FILE")
     add = parser.add_argument
     add("table", metavar="GENERATOR", help="whose lengths; 'trace ls' lists them")
     add("--requests", type=int, default=1000, metavar="N", help="default: 1,000")
@@ -147,7 +143,6 @@ def add_synth(actions: "Actions") -> None:
     add_output(parser)
 
 
-@user_errors_explained
 def run_synth(flags: argparse.Namespace) -> int:
     """Generate a trace, write it, and print the result of its calibration."""
     from traces.synth.generator import PrefixSharing, generate_trace
