@@ -118,7 +118,7 @@ class Group:
         self.decoded = -1  # the last step that computed a token which the step before had chosen
         self.entered = 0  # its place in the order of admission
         self.forked = False
-        self.lost = 0  # tokens whose KV a preemption dropped; set until the group is admitted again
+        self.lost = 0  # tokens that were computed before a preemption dropped them
         self.rows: list[ScheduledRow] = []  # what its sequences compute in the current step
         self._base = 0
         self._clock: StepClock | None = None
@@ -190,17 +190,24 @@ class Group:
         ended = next(sequence for sequence in self.sequences if sequence.branch == branch)
         self.sequences = [sequence for sequence in self.sequences if sequence is not ended]
         self.branches.remove(branch)
+        self.lost = 0  # a branch ends with a new token: all that was lost has been computed again
         return ended
 
-    def restart(self) -> None:
-        """Start again after the caller has released all blocks; the generated tokens are kept."""
-        self.lost = sum(sequence.computed for sequence in self.sequences)
+    def restart(self) -> int:
+        """Start again after the caller has released all blocks; the generated tokens are kept.
+
+        Returns how many tokens that an earlier preemption dropped have not been computed again.
+        """
+        computed = sum(sequence.computed for sequence in self.sequences)
         if self.forked:  # the prompt was computed once for all branches
-            self.lost -= (len(self.sequences) - 1) * self.request.prompt_tokens
+            computed -= (len(self.sequences) - 1) * self.request.prompt_tokens
+        left = max(0, self.lost - computed)
+        self.lost = computed + left
         self.sequences = [SequenceState(self.request)]
         self.draft = None
         self.forked = self.proposes = False
         self.rows = []
+        return left
 
 
 @dataclass

@@ -249,10 +249,13 @@ def preempt(state: ReplayState, row: int) -> None:
     if row < at[ENTRY.steady]:
         at[ENTRY.steady] -= 1
         at[ENTRY.steady_rows] -= batch.branches[row]
-    requests.lost[request] = -(batch.branches[row] - 1) * state.inputs.prompt[request]
+    computed = -(batch.branches[row] - 1) * state.inputs.prompt[request]
     for branch in range(batch.branches[row]):
-        requests.lost[request] += branch_tokens(state, row, branch, 0)
+        computed += branch_tokens(state, row, branch, 0)
     swaps = state.rules.swaps and batch.generated[row] and batch.distinct[row] <= at[ENTRY.host]
+    left = 0 if swaps else max(0, requests.lost[request] - computed)  # of what it lost before
+    requests.lost[request] = computed + left
+    requests.recomputed[request] -= left
     unseen = 0 if swaps else at[ENTRY.under_way] * batch.unseen[row]
     release_row(state, row, not swaps, unseen)
     requests.generated[request] = batch.generated[row]

@@ -253,7 +253,7 @@ class RequestStates(NamedTuple):
     `lane` lists them in the order in which they come, and `place` is the place of each of them in it.
 
     The fields from `last_token` to `lost` keep what a preempted request had: the time of its last token, tokens
-    generated, tokens whose KV was lost. The last fields count preemptions, what they cost, and hits.
+    generated, tokens computed before. The last fields count preemptions, what they cost, and hits.
     """
 
     scheduled: IntArray

@@ -235,12 +235,12 @@ class Scheduler:
         swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
         if swaps and victim.generated and victim.draft is None and self.manager.can_swap_out(victim):
             stats.swaps += 1
-            victim.rows = []
+            victim.rows, victim.lost = [], 0
             self.manager.swap_out(victim)
             self.swapped.push(victim)
             return
         self.manager.preempt(victim, unseen)
-        victim.restart()
+        stats.recomputed_tokens -= victim.restart()  # of what its admission counted
         self.waiting.push(victim)
 
     def _unseen(self, group: Group) -> int:

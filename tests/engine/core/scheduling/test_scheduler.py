@@ -3,7 +3,7 @@ import pytest
 from slot_model import SlotModel
 
 from engine.core.errors import CoreError, NeverFitsError
-from engine.core.identity import TokenIdentity
+from engine.core.identity import KeyIdentity, TokenIdentity
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits, Scheduling
 from engine.core.plan import StepResult
@@ -97,6 +97,31 @@ def test_a_resumed_request_hits_what_survived_apart_from_fresh_hits() -> None:
     assert stats.preemptions == 1
     assert stats.hit_tokens == 0
     assert stats.resumed_hit_tokens + stats.recomputed_tokens >= 8
+
+
+def test_what_another_request_computed_meanwhile_is_not_computed_again() -> None:
+    """Request 0 is preempted, computes 7 of its 16 lost tokens, is preempted again, and then finds 8 of them."""
+    scheduler = Scheduler(
+        PagedManager(8, 4), SchedulerLimits(8, policy=Scheduling.priority, admit_whole_prompt=False)
+    )
+    # step, prompt, output, priority, text
+    coming = [(1, 15, 3, 3, 1), (2, 19, 7, 1, 2), (10, 10, 3, 0, 1), (4, 12, 3, 1, 2)]
+    reached, again, counted = [0] * 4, [0] * 4, [0] * 4
+    for step in range(1, 20):
+        for rid, (at, prompt, output, priority, text) in enumerate(coming):
+            if at == step:
+                identity = KeyIdentity(rid, ((text, prompt),))
+                scheduler.submit(Request(rid, prompt, output, identity=identity, priority=priority))
+        if not scheduler.has_work:
+            continue
+        plan = scheduler.schedule()
+        for row in plan.rows:
+            end = row.context_len + row.query_len
+            again[row.request_id] += max(0, min(reached[row.request_id], end) - row.context_len)
+            reached[row.request_id] = max(reached[row.request_id], end)
+        for rid, stats in scheduler.commit(plan, StepResult()).stats.items():
+            counted[rid] = stats.recomputed_tokens
+    assert counted == again == [15, 0, 0, 0]
 
 
 def test_the_first_request_that_does_not_fit_blocks_the_queue() -> None:
