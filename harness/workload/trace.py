@@ -277,6 +277,9 @@ def turns_before(row: TraceRequest) -> tuple[int, ...]:
     return row.after or (() if row.parent is None else (row.parent,))
 
 
+_LINKS = ("parent", "after")
+
+
 def retimed(trace: Trace, config: RunConfig) -> Trace:
     """The trace with the arrivals that `replay.mode` asks for, and a note that says so.
 
@@ -289,6 +292,9 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
     if mode is ReplayMode.closed:
         pause = f"pause {replay.think_s:g} s on average" if replay.think_s else "do not pause"
         return trace.changed(trace.requests, f"closed loop: {replay.users:,} users, who {pause}")
+    if mode is ReplayMode.sessions and not any({*trace.columns.values(name)} - {None, ()} for name in _LINKS):
+        sentence = "sessions: no request names one before it, so each comes at its own time"
+        return trace.changed(trace.requests, sentence)
     if mode not in (ReplayMode.poisson, ReplayMode.gamma):
         return trace
     rate = config.workload.request_rate or trace.mean_rate or (1.0 if len(trace.requests) < 2 else None)

@@ -155,3 +155,15 @@ def test_the_report_shows_each_rule_beside_the_optimum(
     assert main(["sweep", *words]) == 0
     assert (tmp_path / "report" / "figures" / "hits.svg").exists()
     assert "bound for any order" in (tmp_path / "report" / "index.html").read_text()
+
+
+def test_sessions_without_a_turn_that_waits_are_said_to_be_none() -> None:
+    said = "sessions: no request names one before it, so each comes at its own time"
+    alone, chat = (
+        resolve(
+            config(f"trace={trace}", "workload.num_requests=9", "cache.answers=false")
+        ).trace.header.changes
+        for trace in ("azure_conv", "chat")
+    )
+    assert said in alone
+    assert said not in chat
