@@ -206,6 +206,9 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
         text += f" ({low:.3g} to {high:.3g} by what {leaves})"
     if own:
         text += f", {rate / own:.2g} times the {own:.3g} requests/s simulated"
+    if case.served and case.served.workload.traffic.turns and answer.good is not None:
+        text += ", all by the times of the trace; turns wait for answers, so "
+        text += f"{answer.good.metrics['request_throughput']:.3g} requests/s are served there"
     if answer.good is not None and (hidden := case.hidden(answer.good)):
         text += f". {hidden}"
     return f"{text}."
@@ -515,15 +518,12 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
             rule, found = best_rule(paths, unit, pool.num_blocks)
             advice.floor += f"; of the rules of cache.eviction {rule} finds most there, {percent(found)}"
         if most > _WORTH_SAYING and held * 2 < most:
-            advice.warnings.append(
-                f"the pool is too small for its prefixes: {percent(held)} hits of {percent(most)} that an unlimited "
-                "pool has"
-            )
+            hits = f"{percent(held)} hits of {percent(most)} in an unlimited pool"
+            advice.warnings.append(f"the pool is too small for its prefixes: {hits}")
     if not case.config.cache.prefix_caching:
         if exact > _WORTH_SAYING:
-            advice.warnings.append(
-                f"the prefix cache is off, and {percent(exact)} of the prompt tokens could be hits"
-            )
+            text = f"the prefix cache is off, and {percent(exact)} of the prompt tokens could be hits"
+            advice.warnings.append(text)
     elif exact > _WORTH_SAYING and most * _HIDDEN < exact:
         sharing = [tokens for tokens in shared if tokens]
         advice.warnings.append(

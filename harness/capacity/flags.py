@@ -5,7 +5,8 @@ from typing import Any
 import yaml
 
 from engine.core.options import GroupPages, Scheduling
-from engine.runtime.options import VLLM_NAMES, KVDtype
+from engine.runtime.options import VLLM_NAMES, Dtype, KVDtype
+from harness.config.capabilities import Way, asked_of, obstacles
 from harness.config.compose import TOY_MODELS
 from harness.config.groups import groups, option_file
 from harness.config.schema import RunConfig, WeightDtype
@@ -53,6 +54,7 @@ def flags_of(config: RunConfig) -> list[str]:
     """vLLM's flags (0.33) for the configuration."""
     cache, scheduler, device, model = config.cache, config.scheduler, config.device, config.model
     pool = deployment_of(config).pool
+    tier_gib = cache.tier_tokens * pool.kv_bytes_per_token / 2**30
     said: dict[str, Any] = {
         "block_size": cache.block_size,
         "max_running": scheduler.max_running,
@@ -64,10 +66,11 @@ def flags_of(config: RunConfig) -> list[str]:
         "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
         "data_parallel": device.data_parallel if device.data_parallel > 1 else None,
         "expert_parallel": device.expert_parallel or None,
+        "dtype": str(model.dtype) if model.dtype is Dtype.float32 else None,  # vLLM's auto takes 16 bits
+        "prefix_match_unit": cache.prefix_match_unit,
+        "watermark": f"{scheduler.watermark:g}" if scheduler.watermark else None,
         "kv_dtype": "fp8" if model.kv_dtype is KVDtype.fp8_e4m3 else None,
-        "host_memory_gb": f"{cache.tier_tokens * pool.kv_bytes_per_token / 2**30:g}"
-        if cache.tier_tokens
-        else None,
+        "host_memory_gb": f"{tier_gib:g}" if tier_gib else None,
         "quantization": "fp8" if model.weight_dtype is WeightDtype.fp8 else None,
         "policy": scheduler.policy if scheduler.policy is not Scheduling.fcfs else None,
         "long_prefill_tokens": scheduler.long_prefill_tokens,
@@ -79,7 +82,7 @@ def flags_of(config: RunConfig) -> list[str]:
         said["retention_interval"] = str(cache.retention_interval)  # vLLM reads the word None
     flags = []
     for ours, value in said.items():
-        name = VLLM_NAMES[ours].replace("_", "-")
+        name = VLLM_NAMES.get(ours, ours).replace("_", "-")
         if isinstance(value, bool):
             flags.append(f"--{name}" if value else f"--no-{name}")
         elif value is not None:
@@ -87,6 +90,18 @@ def flags_of(config: RunConfig) -> list[str]:
     if cache.groups is GroupPages.off and any(each.window for each in layer_sets(model_shape(config.model))):
         flags.append("--disable-hybrid-kv-cache-manager")
     return flags
+
+
+_FLAGGED = ("device.data_parallel", "cache.tier_tokens", "decoding.mode")  # the last is said by each request
+_DRAFTS = "whose model proposes the drafts is left open (--speculative-config; decoding.draft_tokens)"
+_DISK = "a disk below the host has no flag of its own (cache.disk_tokens)"
+
+
+def beyond_flags(config: RunConfig) -> str:
+    """What of a simulated configuration the line of vLLM does not ask for, in words; empty where it asks for all."""
+    found = [why for key, why in obstacles(asked_of(config), Way.oracle) if key not in _FLAGGED]
+    found += [_DRAFTS] if config.decoding.draft_tokens else []
+    return "; ".join(found + ([_DISK] if config.cache.tier_tokens and config.cache.disk_tokens else []))
 
 
 def preset(group: str, name: str) -> dict[str, Any]:

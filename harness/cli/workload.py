@@ -353,7 +353,7 @@ def _with_groups(config: "RunConfig", words: Sequence[str]) -> "RunConfig":
 
 
 def _say_advice(case: "LoadCase", advice: "Advice") -> None:
-    from harness.capacity.flags import serve_line
+    from harness.capacity.flags import beyond_flags, serve_line
     from harness.workload.deployment import deployment_of
 
     for line in advice.answers:
@@ -392,6 +392,8 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
         or f"note: {config.model.name} is a toy with random weights, so there is no command; "
         "name yours with --model"
     )
+    if more := beyond_flags(advice.config):
+        say(f"note: simulated, and not asked for by this line: {more}")
 
 
 COMMANDS = (

@@ -10,7 +10,7 @@ import pytest
 
 from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise, best_rule, effects, reuse, tier_line
+from harness.capacity.advice import Advice, advise, best_rule, effects, rate_text, reuse, tier_line
 from harness.capacity.case import LoadCase
 from harness.capacity.flags import flags_of
 from harness.capacity.slo import parse_slo
@@ -416,6 +416,46 @@ def test_groups_that_a_file_of_a_deployment_sets_are_kept(
         assert source_case(file, asked, parse_slo(SLO)).case.config.cache.groups is kept
     said = "without effect beside the other settings: workload.num_prefixes"
     assert [line for line in capsys.readouterr().err.splitlines() if "effect" in line] == [said, said]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("cache.eviction=gdsf",), "vLLM evicts the least recently used alone"),
+        (
+            ("decoding.draft_tokens=2", "decoding.acceptance=0.5"),
+            "whose model proposes the drafts is left open",
+        ),
+        (("scheduler.watermark=0.1",), ""),
+    ],
+)
+def test_what_the_line_of_vllm_does_not_ask_for_is_said_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    file = write(tmp_path, 0, 100, 5, 30, 1.0)
+    assert main(["advise", str(file), "--model", "llama3_8b", "--device", "h100", *words]) == 0
+    line, *rest = capsys.readouterr().out.partition("vllm serve")[2].splitlines()
+    assert ("--watermark 0.1" in line) == (not said)
+    assert [said in note for note in rest] == [True] * bool(said)
+
+
+def test_a_rate_of_turns_that_wait_says_what_is_served(tmp_path: Path) -> None:
+    """Their times are of a trace; by pauses of ten seconds they come much later."""
+    rows = [
+        {"arrival_s": n / 8, "prompt_tokens": 50, "output_tokens": 4, "session": f"{n % 6}"}
+        for n in range(36)
+    ]
+    file = tmp_path / "turns.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    case = case_of(file, "replay.mode=sessions", "replay.think_s=10")
+    answer = highest_rate(case, 1, 0.5, lambda _: None, bounds=False)
+    assert answer.good is not None
+    assert answer.value is not None
+    served = answer.good.metrics["request_throughput"]
+    assert served < 0.5 * answer.value.mean
+    assert f"turns wait for answers, so {served:.3g} requests/s are served there" in rate_text(case, answer)
+    alone = case_of(file)
+    assert "turns wait" not in rate_text(alone, highest_rate(alone, 1, 0.5, lambda _: None, bounds=False))
 
 
 def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,8 @@ from vllm.entrypoints.common.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 parser = make_arg_parser(FlexibleArgumentParser())
 found = [vars(parser.parse_args(line.split()[2:])) for line in sys.stdin.read().splitlines()]
-print(json.dumps([{key: one[key] for key in ("model_tag", "max_num_seqs", "enable_prefix_caching")} for one in found]))
+keys = "model_tag", "max_num_seqs", "enable_prefix_caching", "watermark", "dtype"
+print(json.dumps([{key: one[key] for key in keys} for one in found]))
 """
 
 
@@ -283,6 +284,7 @@ def test_vllm_takes_every_line_that_is_printed() -> None:
         "model=llama31_8b cache.prefix_caching=false scheduler.admit_whole_prompt=false device.data_parallel=2",
         "model=llama31_8b model.weight_dtype=fp8 model.kv_dtype=fp8_e4m3 cache.pool_tokens=16000",
         "model=llama3_8b scheduler.policy=priority scheduler.long_prefill_tokens=512",
+        "model=llama3_8b scheduler.watermark=0.05 model.dtype=float32",
     )
     configs = [
         compose_config(
@@ -298,6 +300,7 @@ def test_vllm_takes_every_line_that_is_printed() -> None:
     found = json.loads(answer.stdout.splitlines()[-1])
     assert [one["model_tag"] for one in found] == [HUB_IDS[config.model.name] for config in configs]
     assert [one["max_num_seqs"] for one in found] == [config.scheduler.max_running for config in configs]
+    assert (found[-1]["watermark"], found[-1]["dtype"]) == (0.05, "float32")
     assert [one["enable_prefix_caching"] for one in found] == [
         config.cache.prefix_caching for config in configs
     ]
