@@ -370,10 +370,8 @@ def _scope(log: ChatLog, total: int, folder: str) -> str:
     of_all = f"all {count:,} requests" if not missing else f"{count:,} of {count + missing:,} requests"
     times = [one.at_s for one in log.requests]
     span = "" if None in times else f", over {max(times) - min(times):,.0f} s"  # type: ignore[operator, type-var]
-    parts = [
-        f"Counted: {of_all} of {log.name}{span}; {total:,} prompt tokens by the tokenizer and chat template of "
-        f"{folder}."
-    ]
+    source = f"the tokenizer and chat template of {folder}"
+    parts = [f"Counted: {of_all} of {log.name}{span}; {total:,} prompt tokens by {source}."]
     parts += [f"Left out: {number:,}, {reason}." for reason, number in log.left_out.items()]
     return " ".join(parts)
 

@@ -14,6 +14,7 @@ from harness.capacity.slo import Goal
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.point.bands import unseen
+from harness.point.cost import cost_model
 from harness.report.style import GREY, PALETTE, filled, inline, new_figure, style, svg_bytes
 from harness.store.atomic import write_files
 
@@ -139,9 +140,7 @@ def notes(study: CapacityStudy) -> list[str]:
         found.append(f"Warning: {new}. Figures may be far off.")
     unpriced = dict(study.settings).get("not priced", "")
     if study.axis == "block" and "block size" in unpriced:
-        found.append(
-            "The cost model does not price block size: sizes differ here by the memory that they waste alone."
-        )
+        found.append("The cost model does not price block size: sizes differ by the memory they waste alone.")
     outside = [one.extrapolated for one in trials if one.extrapolated and one.extrapolated["steps"]]
     if outside:
         share = max(float(section["share_of_time"]) for section in outside)
@@ -149,18 +148,16 @@ def notes(study: CapacityStudy) -> list[str]:
             f"Extrapolation: in {len(outside):,} of {len(trials):,} simulations steps lie outside the range that "
             f"the cost model was measured on, up to {100 * share:.0f} % of the time."
         )
-    if not any(trial.extrapolated for trial in trials):
-        found.append(
-            "The cost model was not measured on a device: it is the datasheet's roofline plus assumed host times."
-        )
+    if study.case.served and not any(trial.extrapolated for trial in trials):
+        what = cost_model(study.case.served.deployment).source.provenance.get("what")
+        found.append(f"The cost model was not measured on a device: {what}.")
     good = study.answer.good
     if study.axis == "rate" and value is not None and good is not None:
         if value.low is not None:
             found.append(f"Over the seeds: {rate_words(value)}.")
         count = good.outcome.get("finished", 0)
         found.append(
-            f"It lasts: {count:,} requests that arrive in {good.span_s:,.0f} s show no growth of the number in the "
-            "server."
+            f"It lasts: of {count:,} requests in {good.span_s:,.0f} s the number in the server does not grow."
         )
     return found
 

@@ -309,10 +309,8 @@ def _print_errors(found: "Calibration") -> None:
     elif found.grid_asked:
         remark("no time was left for the grid of cost=table: raise --budget")
     if found.left_out:
-        remark(
-            f"warning: no time was left to measure {', '.join(found.left_out)}: what they alone hold has no price; "
-            "raise --budget"
-        )
+        names = ", ".join(found.left_out)
+        remark(f"warning: no time was left for {names}: what they alone hold has no price; raise --budget")
     for warning in found.stability.warnings():
         remark(f"warning: {warning}")
 

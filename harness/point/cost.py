@@ -307,11 +307,9 @@ def _check_seen(deployment: Deployment) -> None:
 def _check_device(deployment: Deployment, kind: CostKind) -> None:
     """Raise ConfigError if seconds of this machine would be given out as those of another device."""
     if kind not in _PREDICTED and deployment.device.tensor_parallel > 1:
-        raise ConfigError(
-            "device.tensor_parallel",
-            f"found {deployment.device.tensor_parallel}, but {kind} takes its seconds from one device; "
-            "use cost=roofline",
-        )
+        many = deployment.device.tensor_parallel
+        reason = f"found {many}, but {kind} takes its seconds from one device; use cost=roofline"
+        raise ConfigError("device.tensor_parallel", reason)
     if deployment.is_at_hand:
         return
     here, name = deployment.device_at_hand, deployment.device.name

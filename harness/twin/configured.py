@@ -272,9 +272,9 @@ def _model(settings: EngineSettings) -> tuple[str, ...]:
         return (f"model.path={name}",)
     preset = preset_of(name)
     if preset is None:
+        known = ", ".join(groups()["model"])
         raise UserError(
-            f"no preset describes the model {name}; add its shape, as {_SAMPLE}. The presets are "
-            f"{', '.join(groups()['model'])}"
+            f"no preset describes the model {name}; add its shape, as {_SAMPLE}. Presets: {known}"
         )
     return (f"model={preset}",)
 
@@ -302,16 +302,16 @@ def preset_of_device(name: str) -> str | None:
 def _device(settings: EngineSettings) -> str:
     known = ", ".join(name for name in groups()["device"] if name != "cpu")
     if settings.device is None:
-        raise UserError(
-            f"the log does not say on which device it ran; add it, as device=h100 (presets: {known}) or "
-            "device=./mine.yaml"
+        reason = (
+            "the log does not say on which device it ran; add device=./mine.yaml, or device= and a preset"
         )
+        raise UserError(f"{reason}: {known}")
     found = preset_of_device(settings.device)
     if found is None:
-        raise UserError(
-            f"no preset describes the device {settings.device}; add it, as device=./mine.yaml, or take the nearest "
-            f"of {known}"
+        reason = (
+            f"no preset describes the device {settings.device}; add device=./mine.yaml, or take the nearest"
         )
+        raise UserError(f"{reason} of {known}")
     return found
 
 
