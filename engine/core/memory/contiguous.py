@@ -15,9 +15,9 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError, UnknownSequenceError
-from engine.core.memory.manager import FastForwardColumns, beyond_end, check_parents
+from engine.core.memory.manager import FastForwardColumns, KVCacheManager, beyond_end, check_parents
 from engine.core.options import Placement, Reservation
-from engine.core.plan import NO_LOADS, CopyList, Loads, SlotUsage, StaleList, SwapList
+from engine.core.plan import CopyList, SlotUsage, StaleList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -156,39 +156,7 @@ def runs_for(placement: Placement, num_slots: int) -> Runs:
     return BuddyRuns(num_slots) if placement is Placement.buddy else FreeRuns(num_slots)
 
 
-class NeverSwaps:
-    """The swap methods of a manager that never swaps. The scheduler asks `can_swap_out` first, so none is ever used."""
-
-    def can_swap_out(self, group: Group) -> bool:
-        """Always False: contiguous memory is never swapped."""
-        return False
-
-    def swap_out(self, group: Group) -> None:
-        """Refused, as are `swap_in` and `forget_swapped`."""
-        raise CoreError(f"request {group.request.request_id}: contiguous memory is not swapped")
-
-    swap_in = forget_swapped = swap_out
-
-    def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
-        """Always False: no group was swapped out."""
-        return False
-
-    def drain_swaps(self) -> tuple[SwapList, SwapList]:
-        """Two empty lists."""
-        return [], []
-
-    def drain_loads(self) -> Loads:
-        """None: there are no tiers."""
-        return NO_LOADS
-
-    def chunk_end(
-        self, group: Group, start: int, end: int, most: int, hits: Sequence[int] | None = None
-    ) -> int:
-        """As far as it may go."""
-        return end
-
-
-class ContiguousManager(NeverSwaps):
+class ContiguousManager(KVCacheManager):
     """The KV cache manager with contiguous memory. See `KVCacheManager` for the methods.
 
     Each sequence has one run of slots: `reservation` says how long, `placement` says where. `max_model_len` is in

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.core.errors import CoreError
-from engine.core.plan import CopyList, IntArray, Loads, SlotUsage, StaleList, SwapList
+from engine.core.plan import NO_LOADS, CopyList, IntArray, Loads, SlotUsage, StaleList, SwapList
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -84,6 +84,8 @@ class KVCacheManager(Protocol):
     one slot for each token. In the order of a step, the scheduler calls for a running group `can_extend` and `extend`
     (steady groups: `can_append` and `append`), for a new group `lookup`, `can_admit`, `admit` and `extend`, and at the
     end the `drain_*` methods, whose results go into the step plan.
+
+    What has a body here is that of a manager that never swaps, has no tiers and takes a prompt's rows as they are.
     """
 
     block_size: int
@@ -115,8 +117,9 @@ class KVCacheManager(Protocol):
         """Where the row of a prompt ends that begins at token `start` and may go to `end`, at most `end`.
 
         No row at all where it is `start`. `most` is the largest chunk; `hits` are those of a group that is not admitted
-        yet. Most managers take the row as it is.
+        yet.
         """
+        return end
 
     def admit(self, group: Group, hits: Sequence[int]) -> None:
         """Open a block table for the group's first sequence, which starts with the cached blocks `hits`."""
@@ -161,19 +164,24 @@ class KVCacheManager(Protocol):
         """
 
     def can_swap_out(self, group: Group) -> bool:
-        """Whether host memory has room for the group's blocks."""
+        """Whether host memory has room for the group's blocks. The scheduler asks it before it swaps anything."""
+        return False
 
     def swap_out(self, group: Group) -> None:
         """Save the group's blocks in host memory and release them on the device."""
+        raise CoreError(f"request {group.request.request_id}: this memory is not swapped")
 
     def can_swap_in(self, group: Group, spare_blocks: int) -> bool:
         """Whether a swapped group and its next step fit now, and `spare_blocks` blocks stay free."""
+        return False
 
     def swap_in(self, group: Group) -> None:
         """Allocate blocks for a swapped group and bring its content back."""
+        self.swap_out(group)
 
     def forget_swapped(self, group: Group) -> None:
         """Release the host memory of a swapped group that will not come back."""
+        self.swap_out(group)
 
     def fast_forward_limit(self, calendar: DecodeCalendar, steps: int) -> int:
         """How many identical decode steps, at most `steps`, the free blocks allow."""
@@ -195,9 +203,11 @@ class KVCacheManager(Protocol):
 
     def drain_swaps(self) -> tuple[SwapList, SwapList]:
         """(device, host) blocks to save, and (host, device) blocks to bring back, since the last call."""
+        return [], []
 
     def drain_loads(self) -> Loads:
         """What was read from tiers below the pool since the last call."""
+        return NO_LOADS
 
     def check(self) -> None:
         """Verify every invariant. Raises InvariantError."""
