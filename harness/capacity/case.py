@@ -419,9 +419,8 @@ class LoadCase:
         same = *sorted(changes.items()), rate, seed, end, int(rows.request_id[0]), len(rows)
         if same not in self._known:
             copies = len(rows) // len(part.point.trace.requests)
-            rows = replace(
-                rows, arrival_us=rows.arrival_us - rows.arrival_us[0]
-            )  # no rate has the time before
+            # no rate has the time before the first
+            rows = replace(rows, arrival_us=rows.arrival_us - rows.arrival_us[0])
             started = part.point.of_trace(replace(trace, requests=rows))
             self._known[same] = self._replayed(started, copies, rate, changes, seed, end)
         return self._known[same]
@@ -455,8 +454,9 @@ class LoadCase:
         """Requests per second that no device of this kind serves for long, and of what it has too little.
 
         A request takes two operations for each weight and each token that is computed, prompt tokens that stood in an
-        earlier prompt left out; and each of its output tokens reads the KV of all before it in layers without a window.
-        Both are less than what it takes, so the rate is a bound. It is infinite for a CPU, whose peak is not known.
+        earlier prompt left out; and each of its output tokens, or as many as drafts make of one step, reads the KV of
+        all before it in layers without a window. Both are less than what it takes, so the rate is a bound. It is
+        infinite for a CPU, whose peak is not known.
         """
         config, rows = self.config, self.trace.columns
         device = config.device
@@ -468,7 +468,8 @@ class LoadCase:
         computed = float(prompts.sum() - shared + outputs.sum() - len(rows))
         flop = 2.0 * shape.token_weights * computed / len(rows)
         whole = (shape.attention_layers - shape.windowed_layers) / shape.layers
-        read = whole * shape.kv_bytes_per_token * float((outputs * (prompts + outputs / 2)).sum()) / len(rows)
+        reads = float((outputs * (prompts + outputs / 2)).sum()) / (1 + config.decoding.draft_tokens)
+        read = whole * shape.kv_bytes_per_token * reads / len(rows)
         many = device.tensor_parallel * device.data_parallel
         narrow = 1 if config.model.weight_dtype is WeightDtype.model else _NARROW
         by = {

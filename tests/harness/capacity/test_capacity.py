@@ -2,6 +2,7 @@
 
 import json
 import re
+from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -481,6 +482,16 @@ def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
     answer = highest_rate(case, 1, 0.3, lambda _: None)
     said = notes(CapacityStudy([], case, "rate", answer, []))
     assert any(note.startswith("It lasts: ") for note in said)
+
+
+def test_drafts_read_the_kv_once_for_all_tokens_of_a_step() -> None:
+    """Else no rate would be tried above what steps of one token could serve: 1.1 instead of 2.0 requests/s at 8 B."""
+    config = single_server()
+    config.device.name, config.device.bandwidth_gbs, config.device.tflops = "gpu", 1e-3, 1e3
+    (plain, what), drafts = LoadCase(config, ()).most_rate, deepcopy(config)
+    drafts.decoding.draft_tokens = 3
+    assert what == "bytes/s"
+    assert LoadCase(drafts, ()).most_rate == (pytest.approx(4 * plain), "bytes/s")
 
 
 def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_not_even_simulated() -> None:
