@@ -6,7 +6,7 @@ with `--overwrite`. This module is imported for `--help`, so everything heavy is
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -79,10 +79,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
 def add_arrivals(parser: argparse.ArgumentParser) -> None:
     """Add the options for arrivals, for sources without a clock and for generators."""
     parser.add_argument("--arrivals", choices=_ARRIVALS, help="an arrival process; default: as recorded")
-    parser.add_argument(
-        "--rate", type=float, default=1.0, help="its requests (conversations) per second; default: 1"
-    )
-    parser.add_argument("--shape", type=float, default=0.5, help="of gamma arrivals; default: 0.5")
+    parser.add_argument("--rate", type=float, help="its requests (conversations) per second; default: 1")
+    parser.add_argument("--shape", type=float, help="of gamma arrivals; default: 0.5")
 
 
 def add_output(parser: argparse.ArgumentParser) -> None:
@@ -140,6 +138,9 @@ def _of_option(flags: argparse.Namespace) -> "Trace":
     count = 1000 if flags.requests is None else flags.requests
     texts = [f"trace={flags.trace}", "workload=as_recorded"]
     texts += [f"workload.num_requests={count}", f"workload.seed={flags.seed}"]
+    if process := chosen_arrivals(flags):
+        texts += [f"trace.arrivals={process.kind}", f"trace.arrival_rate={process.rate_rps}"]
+        texts += [f"trace.arrival_shape={process.shape}"]
     return reshaped_trace(compose_config(axis.settings[0] for axis in parse_overrides(texts)))
 
 
@@ -147,7 +148,19 @@ def chosen_arrivals(flags: argparse.Namespace) -> "ArrivalProcess | None":
     """The arrival process that the options name, if any."""
     from traces.arrivals import ArrivalProcess
 
-    return ArrivalProcess(flags.arrivals, flags.rate, shape=flags.shape) if flags.arrivals else None
+    if flags.arrivals is None:
+        refuse_idle(flags, ("rate", "shape"), "--arrivals; without it requests come as recorded")
+        return None
+    if flags.arrivals != "gamma":
+        refuse_idle(flags, ("shape",), "--arrivals gamma")
+    rate, shape = 1.0 if flags.rate is None else flags.rate, 0.5 if flags.shape is None else flags.shape
+    return ArrivalProcess(flags.arrivals, rate, shape=shape)
+
+
+def refuse_idle(flags: argparse.Namespace, names: Iterable[str], lacking: str) -> None:
+    """Raise UserError if one of these options is given, which say nothing without another one."""
+    if given := [f"--{name}" for name in names if getattr(flags, name) is not None]:
+        raise UserError(f"{given[0]} goes with {lacking}")
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ generates a trace with chosen or calibrated sharing.
 """
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import UserError
 from harness.console import say
@@ -17,6 +17,7 @@ from harness.trace.flags import (
     chosen_arrivals,
     chosen_trace,
     describe,
+    refuse_idle,
     write_trace,
 )
 
@@ -137,9 +138,9 @@ def add_synth(actions: "Actions") -> None:
     add("--seed", type=int, default=0, help="default: 0")
     add_arrivals(parser)
     add("--sharing", choices=_MODELS, help="how prompts share their beginnings; default: not at all")
-    add("--share", type=float, default=0.5, help="about so much of each prompt; default: 0.5")
-    add("--count", type=int, default=16, help="shared texts; default: 16")
-    add("--zipf", type=float, default=1.0, help="exponent of their popularity; default: 1")
+    add("--share", type=float, help="about so much of each prompt; default: 0.5")
+    add("--count", type=int, help="shared texts; default: 16")
+    add("--zipf", type=float, help="exponent of their popularity; default: 1")
     add_output(parser)
 
 
@@ -148,7 +149,11 @@ def run_synth(flags: argparse.Namespace) -> int:
     from traces.synth.generator import PrefixSharing, generate_trace
 
     path = checked_output(flags.out, flags.overwrite)
-    sharing = PrefixSharing(flags.sharing, flags.share, flags.count, flags.zipf) if flags.sharing else None
+    asked: dict[str, Any] = {"share": 0.5, "count": 16, "zipf": 1.0}
+    if flags.sharing is None:
+        refuse_idle(flags, asked, "--sharing: without it prompts share what the table's do")
+    told = {name: found for name in asked if (found := getattr(flags, name)) is not None}
+    sharing = PrefixSharing(flags.sharing, *(asked | told).values()) if flags.sharing else None
     trace = generate_trace(
         flags.table,
         num_requests=flags.requests,

@@ -75,6 +75,28 @@ def test_synth_says_what_it_is_calibrated_on_and_how_it_shares(run: Run) -> None
     assert "sharing: " in out
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--rate", "20"), "--rate goes with --arrivals"),
+        (("--arrivals", "poisson", "--shape", "2"), "--shape goes with --arrivals gamma"),
+        (("--count", "4"), "--count goes with --sharing"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:
+    code, _, err = run("synth", "azure_conv", "--requests", "20", *words, "--out", "a.jsonl")
+    assert code == 2
+    assert said in err
+
+
+@pytest.mark.parametrize("name", ["azure_conv", "system_prompts"])
+def test_generated_requests_come_at_the_rate_that_is_asked_for(run: Run, name: str) -> None:
+    """An option of conf/trace came at its table's rate, whatever process was asked for."""
+    words = ("--requests", "40", "--arrivals", "even", "--rate", "20", "--out", "a.jsonl")
+    assert run("convert", name, *words)[0] == 0
+    assert read_trace("a.jsonl").mean_rate == pytest.approx(20)
+
+
 def test_validate_names_the_place_of_what_is_wrong(run: Run, tmp_path: Path) -> None:
     (tmp_path / "bad.csv").write_text(CONTENTS["azure"].replace("374", "x"))
     code, _, err = run("validate", "bad.csv")
