@@ -65,6 +65,8 @@ def _run(arguments: Arguments) -> int:
         raise UserError("--check compares and ends: --what-if, --no-what-ifs and --first are not for it")
     if flags.first is not None and flags.first < 1:
         raise UserError(f"--first is {flags.first}, must be at least 1")
+    if flags.first is not None and (flags.no_fit or flags.device):
+        raise UserError("--first says what is fitted, and nothing is with --no-fit or --device")
     folder = Path(flags.folder).expanduser()
     out = out_folder(flags.out or f"results/twin/{folder.resolve().name}")
     if flags.metrics and not folder.is_dir():

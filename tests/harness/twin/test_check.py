@@ -199,6 +199,11 @@ def test_a_server_that_has_served_nothing_proves_nothing(run, tmp_path, capsys):
     assert "has served nothing" in capsys.readouterr().err
 
 
+def test_what_is_fitted_is_no_question_where_nothing_is(capsys):
+    assert main(["twin", str(RECORDED), *WORDS, "--no-fit", "--first", "3"]) == 2
+    assert "--first says what is fitted" in capsys.readouterr().err
+
+
 def test_check_takes_no_question_beside_it(capsys):
     assert main(["twin", str(RECORDED), *WORDS, "--check", "page", "--what-if", "load=2"]) == 2
     assert "--check compares and ends" in capsys.readouterr().err
