@@ -82,7 +82,7 @@ def measure(
         return measure_on_vllm(point, progress=progress, step_ns=step_ns, reference=reference)
     clock = time.thread_time if deployment.clock_used is Clock.cpu else time.perf_counter
     live: dict[int, Request] = {}
-    meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
+    meter = FeatureMeter(live, point.pool.block_size, point.pool.window, point.pool.page_slots)
     runner, algorithm = _runner(point, seed, clock), deployment.cache.hash
     loaded = runner.loaded
     ids = {"seed": workload.seed, "vocab_size": loaded.vocab_size, "first_id": loaded.first_token_id}

@@ -403,7 +403,7 @@ def replay_recording(point: Point, recording: PlanRecording) -> tuple[RunLog, Pl
     Every plan must equal the measured run's, block ids included; with groups, also where the bytes of their pools go.
     """
     client, live = point.beam_client(RecordedGenealogy(recording.parents)), dict[int, Request]()
-    meter = FeatureMeter(live, point.pool.block_size, point.pool.window)
+    meter = FeatureMeter(live, point.pool.block_size, point.pool.window, point.pool.page_slots)
     executor = RecordedExecutor(recording.step_ns, recording.results, meter)
     again, log = PlanRecording(client.chosen if client else None), new_log(point)
     beside = replay_point(point, log, point.requests(), executor, again, client=client, live=live)

@@ -28,6 +28,7 @@ from harness.config.schema import CostKind, DecodingMode, Oversize, RunConfig, T
 from harness.measure.engine import measure
 from harness.metrics.log import WASTE_COLUMNS
 from harness.point import check_point, run_point
+from harness.replay.features import AT
 from harness.replay.recorder import waste_differs
 from harness.workload.point import resolve
 from harness.workload.simulate import replay_recording
@@ -132,6 +133,20 @@ def test_a_measured_point_of_several_sequences_has_the_counts_of_its_prediction(
     assert record.levels["counts"]["identical"]
     assert record.audit["checks"] == record.levels["counts"]["steps"]
     assert config.model.state_layers or record.measured["median"]["preemptions"] > 0
+
+
+def test_copied_pages_have_their_bytes_in_what_a_measured_step_is_priced_by(cache_dir: Path) -> None:
+    """A page of one of two groups has half the bytes of a block of all layers; as such a block it cost twice."""
+    config = windowed(cache_dir)
+    config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
+    point = resolve(config)
+    run = measure(point, seed=1)
+    _, again = replay_recording(point, run.recording)
+    assert point.pool.page_slots is not None
+    copies, slots = run.log.steps["copies"], point.pool.page_slots([0])
+    assert (slots, copies.sum() > 0) == (4, True)
+    for recording in (run.recording, again):
+        assert recording.features[:, AT.copied_slots].tolist() == (slots * copies).tolist()
 
 
 @cases(
