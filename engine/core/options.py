@@ -182,6 +182,7 @@ class SchedulerOptions:
     long_prefill_adaptive: bool = False
     admit_whole_prompt: bool = True  # False: a request enters as soon as its first chunk fits
     static_batch: bool = False  # admit only into an empty batch; all its memory is released at its end
+    mixed_steps: bool = True  # False: a step of prompts alone goes before decodes (SGLang)
 
 
 @dataclass

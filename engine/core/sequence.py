@@ -156,6 +156,11 @@ class Group:
         return self.tokens if self.request.width == 1 else self.request.prompt_tokens
 
     @property
+    def decodes(self) -> bool:
+        """Whether each sequence has all its known tokens but the last one."""
+        return self.generated > 0 and all(self.tokens - one.computed <= 1 for one in self.sequences)
+
+    @property
     def remaining(self) -> int:
         """Tokens that each branch must still generate."""
         return self.request.output_tokens - self.generated

@@ -63,7 +63,7 @@ def commit(state: ReplayState, end: int) -> None:
         wait_for_end(state)
     at[ENTRY.under_way] = ahead
     for row in range(at[ENTRY.running]):
-        has_token = row < steady or samples(state, row)
+        has_token = (row < steady and batch.query[row] > 0) or samples(state, row)
         if drafts or ahead:
             batch.unseen[row] = batch.chose[row] if batch.query[row] else 0
             if batch.query[row]:

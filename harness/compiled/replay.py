@@ -17,7 +17,13 @@ from harness.compiled.committing import commit, log_step
 from harness.compiled.grouping import Grouping, Waste, no_layers
 from harness.compiled.numba_edge import MachineCode, called
 from harness.compiled.pricing import note_prefill, price, write_features
-from harness.compiled.scheduling import continue_running, has_rows, swap_in_and_admit, wait_for_end
+from harness.compiled.scheduling import (
+    continue_running,
+    fill_with_prompts,
+    has_rows,
+    swap_in_and_admit,
+    wait_for_end,
+)
 from harness.compiled.state import (
     ENTRY,
     PIN,
@@ -100,9 +106,10 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
     preempted = 0
     for waits in range(2):
-        continue_running(state)
-        if not state.at[ENTRY.preempted]:
-            swap_in_and_admit(state)
+        if state.rules.mixed or not fill_with_prompts(state):
+            continue_running(state)
+            if not state.at[ENTRY.preempted]:
+                swap_in_and_admit(state)
         if waits or not state.at[ENTRY.ending] or has_rows(state):
             break
         preempted, state.at[ENTRY.preempted] = state.at[ENTRY.preempted], 0  # as the scheduler's `waited`
@@ -376,6 +383,7 @@ def _rules(
         max_rows=min(limits.max_running, len(width)),
         max_running=min(limits.max_running, int(width.sum())),
         chunked=int(limits.chunked_prefill),
+        mixed=int(limits.mixed_steps),
         whole_prompt=int(limits.admit_whole_prompt),
         prefill_cap=limits.long_prefill_tokens or 0,
         adaptive=int(limits.long_prefill_adaptive),

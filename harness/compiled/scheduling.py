@@ -93,6 +93,27 @@ def continue_running(state: ReplayState) -> None:
     at[ENTRY.budget] = max(at[ENTRY.budget], 0)
 
 
+@called
+def fill_with_prompts(state: ReplayState) -> bool:
+    """Where steps are not mixed: continue prompts and admit requests; whether the step has rows of them."""
+    at, batch = state.at, state.batch
+    at[ENTRY.budget], cap, row = state.rules.budget, prefill_cap(state), at[ENTRY.steady]
+    for other in range(at[ENTRY.running]):
+        batch.query[other] = 0
+    while row < at[ENTRY.running]:
+        tokens = query_tokens(state, row, cap)
+        if tokens <= 0 or (
+            batch.generated[row] and not batch.behind[row] and lacking_tokens(state, row) == 1
+        ):
+            row += 1
+            continue
+        row = extend_or_preempt(state, row, tokens)
+    at[ENTRY.budget] = max(at[ENTRY.budget], 0)
+    if not at[ENTRY.preempted] and not at[ENTRY.swapped]:
+        admit(state)
+    return has_rows(state)
+
+
 @inlined
 def has_room(state: ReplayState, row: int) -> bool:
     """Whether the next token of steady `row` goes into blocks that it has, and its windows leave none: then nothing of
@@ -116,7 +137,7 @@ def extend_or_preempt(state: ReplayState, row: int, query: int) -> int:
         if at[ENTRY.ending] and preempt_ended(state, row):
             continue
         victim = last_in_queue(state, row) if state.rules.by_priority else at[ENTRY.running] - 1
-        if victim < row:
+        if victim < row and state.batch.query[victim]:
             take_back(state, victim)
         preempt(state, victim)
         if victim == row:
@@ -288,7 +309,7 @@ def swap_in_and_admit(state: ReplayState) -> None:
     at = state.at
     while at[ENTRY.budget] > 0 and at[ENTRY.swapped] and may_return(state):
         swap_in(state)
-    if not at[ENTRY.swapped]:
+    if not at[ENTRY.swapped] and state.rules.mixed:
         admit(state)
 
 

@@ -155,6 +155,7 @@ class Rules(NamedTuple):
     max_rows: int  # running requests
     max_running: int  # their branches
     chunked: int
+    mixed: int  # whether prompts and decodes share a step; else prompts go first
     whole_prompt: int
     prefill_cap: int
     adaptive: int

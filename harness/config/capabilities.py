@@ -161,6 +161,8 @@ TABLE: tuple[Capability, ...] = (
     Capability("scheduler.static_batch", lambda a: a.scheduler.static_batch,
                {Way.compiled: "batching is not continuous", Way.oracle: "vLLM has no static batches",
                 Way.ahead: "a static batch holds its blocks to its end"}),
+    Capability("scheduler.mixed_steps", lambda a: not a.scheduler.mixed_steps,
+               {Way.oracle: "vLLM mixes prompts and decodes in its steps"}),
     Capability("scheduler.adaptive_watermark", lambda a: a.scheduler.adaptive_watermark,
                {Way.compiled: "the watermark is adaptive", Way.oracle: "vLLM has no adaptive watermark"}),
     Capability("scheduler.admission", lambda a: a.scheduler.admission,

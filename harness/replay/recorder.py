@@ -148,9 +148,8 @@ class RequestTimes:
 
     def _changed(self, steady: Sequence[int], others: Sequence[int], first_end: int) -> int:
         """Record first tokens and pauses; returns how many requests beside the steady ones got a token then and now."""
-        for (
-            request_id
-        ) in self._others:  # a request that is no longer among them became steady, paused, or ended
+        # a request that is no longer among the others became steady, paused, or ended; steady ones all wait or none
+        for request_id in [*self._others, *(() if steady else self._steady)]:
             if request_id not in others and request_id in self._live and request_id not in steady:
                 self._pause(request_id)
         again = 0

@@ -170,8 +170,8 @@ def _other_scheduler(settings: EngineSettings) -> tuple[str, tuple[str, ...]]:
     """What to say of an engine whose scheduler is not the simulated one, and the spread that it adds, as overrides."""
     if settings.engine == "sglang":
         said = (
-            "Warning: SGLang computes prompts in steps of their own, which is not simulated: first tokens may come a "
-            "step sooner or later than predicted, and the bands are wide for that."
+            "Warning: SGLang overlaps its steps in a way of its own, which is not simulated: "
+            "first tokens may come a step sooner or later than predicted, and the bands are wide for that."
         )
         return said, _OTHER_STEPS
     version = re.match(r"v?0\.([0-7])(?:\.|$)", settings.version or "")

@@ -7,9 +7,9 @@ has no key of ours stands in `unmapped`; what changes the engine's schedule in a
 
 Source: `vllm/engine/arg_utils.py` and `vllm/config/` of vLLM 0.8.5, 0.10.2 and 0.19.0; `gpu_memory_utilization` of
 0.25.0 from `vllm/config/cache.py`. Versions before 0.8 have another scheduler (V0), whose defaults are not taken.
-`sglang/srt/server_args.py` of SGLang 0.5.23. Its scheduler is not ours: it runs prefill and decode in steps of their
-own unless `--enable-mixed-chunk` is given, and orders the queue by the longest matching prefix by default. The
-simulation serves first come, first served with mixed steps; `unmapped` says so.
+`sglang/srt/server_args.py` of SGLang 0.5.23. It runs prefill and decode in steps of their own unless
+`--enable-mixed-chunk` is given, and orders the queue by the longest matching prefix by default. The simulation serves
+first come, first served; `unmapped` says so.
 """
 
 import re
@@ -27,7 +27,7 @@ _BOOKS = ("origin", "unmapped", "unmodelled")
 _KEYS = {  # groups of our configuration; a key is called as the setting is
     "scheduler": (
         *("max_running", "max_batched_tokens", "chunked_prefill", "async_scheduling", "policy"),
-        *("long_prefill_tokens", "long_prefill_adaptive"),
+        *("long_prefill_tokens", "long_prefill_adaptive", "mixed_steps"),
     ),
     "cache": (
         *("block_size", "prefix_caching", "prefix_match_unit", "pool_tokens", "pool_blocks", "max_model_len"),
@@ -56,6 +56,7 @@ class EngineSettings:
     policy: str | None = None
     long_prefill_tokens: int | None = None
     long_prefill_adaptive: bool | None = None
+    mixed_steps: bool | None = None
     block_size: int | None = None
     prefix_caching: bool | None = None
     prefix_match_unit: int | None = None
@@ -364,6 +365,8 @@ SGLANG = EngineArguments(
         "max_running_requests": ("max_running", count),
         "chunked_prefill_size": ("max_batched_tokens", _budget_of_sglang),
         "schedule_policy": ("policy", lambda value, _: "priority" if value == "priority" else "fcfs"),
+        "enable_mixed_chunk": ("mixed_steps", _yes_or_no),
+        "disable_overlap_schedule": ("async_scheduling", lambda value, name: not _yes_or_no(value, name)),
         "page_size": ("block_size", count),
         "disable_radix_cache": ("prefix_caching", lambda value, name: not _yes_or_no(value, name)),
         "max_total_tokens": ("pool_tokens", count),
@@ -400,11 +403,7 @@ def with_sglang_defaults(settings: EngineSettings) -> EngineSettings:
     if settings.engine != "sglang":
         return settings
     unmapped = dict(settings.unmapped)
-    if unmapped.get("enable_mixed_chunk") != "True":
-        unmapped["enable_mixed_chunk"] = (
-            "False: prefill and decode have steps of their own; simulated as mixed"
-        )
     if settings.policy is None:
         unmapped["schedule_policy"] = "the default orders the queue by matching prefixes; simulated as fcfs"
-    filled = settings.completed("default of SGLang", {**_DEFAULTS, "block_size": 1})
+    filled = settings.completed("default of SGLang", {**_DEFAULTS, "block_size": 1, "mixed_steps": False})
     return replace(filled, unmapped=unmapped)

@@ -209,12 +209,14 @@ LIMITS = st.builds(
     long_prefill_tokens=st.one_of(st.none(), st.integers(1, 20)),
     long_prefill_adaptive=st.booleans(),
     admit_whole_prompt=st.booleans(),
+    mixed_steps=st.booleans(),
     ahead=st.booleans(),
 ) | st.builds(
     SchedulerLimits,
     max_batched_tokens=st.integers(20, 150),
     max_running=st.integers(1, 12),
     chunked_prefill=st.just(False),
+    mixed_steps=st.booleans(),
     ahead=st.booleans(),
 )
 POOLS = st.builds(

@@ -49,6 +49,7 @@ class Setup:
     cap: int | None = None
     whole: bool = True
     static: bool = False
+    mixed: bool = True
 
     def manager(self) -> KVCacheManager:
         if not self.paged:
@@ -81,6 +82,7 @@ class Setup:
             long_prefill_tokens=self.cap if self.chunked else None,
             admit_whole_prompt=self.whole,
             static_batch=self.static,
+            mixed_steps=self.mixed,
         )
 
 

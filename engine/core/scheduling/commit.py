@@ -76,7 +76,8 @@ class Commit:
             report.fast_forward = self._manager.fast_forward(
                 self._batch.calendar, result.num_steps, plan.usage
             )
-        self._advance_steady(result, report)
+        if plan.steady or not self._batch.calendar.rows:  # else they wait for prompts
+            self._advance_steady(result, report)
         for group in list(self._batch.others):
             if group.rows:
                 self._advance(group, plan, result, report, emitted)

@@ -4,11 +4,14 @@ There is one loop without separate prefill and decode phases, as in vLLM's v1 sc
 tokens and known tokens, and each step computes more of them within a token budget. Running requests come first: steady
 decoders, then the others in order of admission. When blocks run out, a group is preempted: it is recomputed later, or
 swapped to the host. Waiting requests are then admitted in queue order, but only if the step has preempted no group and
-no group is swapped out. A steady decoder costs
-scheduling time only in a step in which it needs a block. Below `Scheduler` are the admission rules.
+no group is swapped out. Where steps are not mixed, as in SGLang's, all that decodes waits for a step of prompts alone
+whenever one has rows. A steady decoder costs scheduling time only in a step in which it needs a block. Below
+`Scheduler` are the admission rules.
 """
 
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from engine.core.errors import CoreError, NeverFitsError
 from engine.core.memory.manager import KVCacheManager
@@ -25,9 +28,10 @@ from engine.core.scheduling.batch import (
     draft_slots,
 )
 from engine.core.scheduling.commit import Commit, CommitReport, RequestStats
-from engine.core.sequence import Group
+from engine.core.sequence import Group, SteadyRows
 
 _FALLING = 0.99  # what one step leaves of the adaptive watermark
+_NONE_STEADY = SteadyRows([], [], [], np.zeros(0, dtype=np.int64))
 
 
 class Scheduler:
@@ -64,6 +68,9 @@ class Scheduler:
         self._step = 0
         self._submitted = 0
         self.rests = 0  # how often no step was under way
+        self._decodes = self._decoded = (
+            True  # whether steady groups run in this step, and in the one before it
+        )
         self._under_way = False  # what the last step chose is not known when the next one is scheduled
         self._open: int | None = None  # the step that is scheduled and not yet committed
         self._rows = RowScheduler(manager, limits)
@@ -143,7 +150,7 @@ class Scheduler:
             raise CoreError(f"max_steps is {max_steps}, must be at least 1")
         if not self.has_work:
             raise CoreError("nothing is running or waiting: there is no step to schedule")
-        step = StepBuilder(self.limits.max_batched_tokens)
+        step, self._decoded = StepBuilder(self.limits.max_batched_tokens), self._decodes
         self._fill(step)
         if self._batch.ending and not (step.rows or self._batch.calendar.rows):
             # vLLM's step without rows: it is over as soon as the one before it is
@@ -168,8 +175,11 @@ class Scheduler:
         self._commit.release_ended()
 
     def _fill(self, step: StepBuilder) -> None:
-        """Continue running groups, then admit others."""
-        batch = self._batch
+        """Continue running groups, then admit others; or prompts alone, where steps are not mixed."""
+        batch, mixed = self._batch, self.limits.mixed_steps
+        self._decodes = mixed or not self._fill_with_prompts(step)
+        if not self._decodes:
+            return
         if batch.calendar.groups:
             self._continue_steady(step)
         if batch.others:
@@ -180,8 +190,17 @@ class Scheduler:
             self._admission.raise_floor()
         else:
             self._swap_in_groups(step)
-            if not len(self.swapped):
+            if mixed and not len(self.swapped):
                 self._admit_waiting(step)
+
+    def _fill_with_prompts(self, step: StepBuilder) -> bool:
+        """Continue prompts and admit groups; whether the step has rows of them."""
+        self._continue_others(step, prompts=True)
+        if step.preempted:
+            self._admission.raise_floor()
+        elif not len(self.swapped):
+            self._admit_waiting(step)
+        return bool(step.rows)
 
     def commit(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Apply the executor's result of the last plan. Raises CoreError, and changes nothing, if it does not fit."""
@@ -202,10 +221,15 @@ class Scheduler:
                 step.appended[group] = manager.append(group)
         step.budget -= calendar.rows
 
-    def _continue_others(self, step: StepBuilder) -> None:
+    def _continue_others(self, step: StepBuilder, *, prompts: bool = False) -> None:
+        """Continue the groups that are not steady, of which only some decode; with `prompts` not these."""
         others, calendar, index, cap = self._batch.others, self._batch.calendar, 0, self._prefill_cap()
         while index < len(others) and step.budget:
             group = others[index]
+            if prompts and group.decodes:
+                group.rows = []
+                index += 1
+                continue
             group.rows = self._rows.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
@@ -245,7 +269,7 @@ class Scheduler:
 
     def _unseen(self, group: Group) -> int:
         """How many tokens of each sequence the step under way computes that the one before it has chosen."""
-        ran = group not in self._batch.others or group.decoded == self._step - 1
+        ran = self._decoded if group not in self._batch.others else group.decoded == self._step - 1
         return int(ran and self._under_way)
 
     def _prefill_cap(self) -> int | None:
@@ -313,7 +337,7 @@ class Scheduler:
         """The plan, with the copies, frees and swaps that the manager has collected since the last one."""
         manager, calendar, head = self.manager, self._batch.calendar, self.waiting.head
         num_steps = self._fast_forward_steps(step, max_steps) if max_steps > 1 else 1
-        steady = calendar.view()
+        steady = calendar.view() if self._decodes else _NONE_STEADY
         (swap_out, swap_in), loads = manager.drain_swaps(), manager.drain_loads()
         return StepPlan(
             step=self._step,

@@ -45,6 +45,7 @@ SETUPS = {
     "cap": st.sampled_from([None, None, 3, 8]),
     "whole": st.booleans(),
     "static": st.sampled_from([False, False, False, True]),
+    "mixed": st.booleans(),
 }
 ARRIVALS = st.builds(
     Arrival,
@@ -87,6 +88,7 @@ def random_setup(seed: int) -> Setup:
         cap=rng.choice([None, None, 3, 8]),
         whole=rng.random() < 0.7,
         static=rng.random() < 0.15,
+        mixed=rng.random() < 0.7,
     )
 
 

@@ -9,12 +9,12 @@ TOKENS = 12
 FAMILIES = ["llama", "qwen3", "gpt2", "opt", "mistral", "gemma2"]
 
 
-def run(loaded, prompts, budget=512, running=32, **options):
+def run(loaded, prompts, budget=512, running=32, mixed=True, **options):
     """Completions of the prompts and the engine that made them, audited at every step."""
     from engine.runtime.llm import LLM
     from engine.runtime.params import SamplingParams
 
-    limits = SchedulerLimits(budget, running, max_model_len=64)
+    limits = SchedulerLimits(budget, running, max_model_len=64, mixed_steps=mixed)
     llm = LLM(loaded, limits=limits, audit="full", **options)
     params = SamplingParams(max_tokens=TOKENS, temperature=0)
     return [done.outputs[0].token_ids for done in llm.generate(prompts, params)], llm
@@ -40,6 +40,15 @@ def test_chunked_prefill_and_preemption_change_nothing(family, model_of, generat
     found, llm = run(model_of(family), prompts, budget=10, pool_tokens=104, block_size=8)
     assert llm.engine.counters.preemptions > 0
     assert found == expected(generate, family, prompts)
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_steps_of_prompts_alone_change_nothing(ahead, model_of, generate, prompts):
+    found, llm = run(
+        model_of(), prompts, 24, 3, mixed=False, pool_tokens=104, block_size=8, async_scheduling=ahead
+    )
+    assert llm.engine.counters.preemptions > 0
+    assert found == expected(generate, "llama", prompts)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])

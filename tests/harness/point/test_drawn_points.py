@@ -61,6 +61,7 @@ DRAWN: dict[str, tuple[tuple[Any, ...] | type[Enum], float]] = {
     "scheduler.long_prefill_tokens": ((8, 16), 0.2),
     "scheduler.admit_whole_prompt": ((False,), 0.3),
     "scheduler.static_batch": ((True,), 0.1),
+    "scheduler.mixed_steps": ((False,), 0.3),
     "scheduler.async_scheduling": ((True,), 0.4),
     "decoding.sharing": (Sharing, 0.2),
     "decoding.branch_hazard": ((0.05, 0.3), 0.1),

@@ -61,6 +61,7 @@ LIMITS = st.builds(
     long_prefill_tokens=st.sampled_from([None, 16]),
     admit_whole_prompt=st.booleans(),
     static_batch=st.booleans(),
+    mixed_steps=st.booleans(),
 )
 ROWS = st.lists(
     st.tuples(

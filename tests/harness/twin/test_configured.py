@@ -193,7 +193,7 @@ def test_another_client_than_the_log_s_is_warned_of(recorded: EngineLog, words: 
 @pytest.mark.parametrize(
     ("settings", "said", "spread"),
     [
-        ({"engine": "sglang", "version": None}, "SGLang computes prompts in steps of their own", 0.0),
+        ({"engine": "sglang", "version": None}, "SGLang overlaps its steps", 0.0),
         ({"version": "0.7.3"}, "vLLM 0.7.3 runs its first scheduler", 0.7),
     ],
 )

@@ -274,8 +274,15 @@ def test_a_command_line_of_sglang_is_mapped(tmp_path: Path) -> None:
 
 def test_what_differs_in_the_scheduler_of_sglang_is_said(tmp_path: Path) -> None:
     found = settings(tmp_path, "serve.sh", "python -m sglang.launch_server --model-path m\n")
-    assert "steps of their own" in found.unmapped["enable_mixed_chunk"]
+    assert found.mixed_steps is False
     assert "simulated as fcfs" in found.unmapped["schedule_policy"]
+
+
+def test_the_steps_of_sglang_are_as_it_was_told(tmp_path: Path) -> None:
+    words = "--enable-mixed-chunk --disable-overlap-schedule"
+    found = settings(tmp_path, "serve.sh", f"python -m sglang.launch_server --model-path m {words}\n")
+    assert (found.mixed_steps, found.async_scheduling) == (True, False)
+    assert "scheduler.mixed_steps=true" in found.overrides()
 
 
 def test_the_pool_in_the_log_of_sglang_keeps_what_was_given(tmp_path: Path) -> None:

@@ -12,10 +12,16 @@ from engine.core.scheduling.scheduler import Scheduler
 
 
 def model_of(
-    blocks: int = 32, size: int = 4, budget: int = 16, running: int = 8, *, chunked: bool = True
+    blocks: int = 32,
+    size: int = 4,
+    budget: int = 16,
+    running: int = 8,
+    *,
+    chunked: bool = True,
+    mixed: bool = True,
 ) -> SlotModel:
     manager = PagedManager(blocks, size)
-    limits = SchedulerLimits(budget, running, chunked_prefill=chunked)
+    limits = SchedulerLimits(budget, running, chunked_prefill=chunked, mixed_steps=mixed)
     return SlotModel(Scheduler(manager, limits))
 
 
@@ -49,6 +55,28 @@ def test_running_requests_come_before_waiting_ones() -> None:
     model.step()
     plan = model.step()
     assert [(row.request_id, row.query_len) for row in plan.rows] == [(0, 8), (1, 8)]
+
+
+def test_all_that_decodes_waits_for_prompts_where_steps_are_not_mixed() -> None:
+    model = model_of(budget=16, mixed=False)
+    submit(model, 0, prompt=8, output=6)
+    submit(model, 1, prompt=8, output=6, first=50)
+    model.step()
+    model.step()  # both decode
+    submit(model, 2, prompt=24, output=4, first=100)
+    model.run()
+    rows = [[(row.request_id, row.query_len) for row in plan.rows] for plan in model.plans]
+    decodes = [(0, 1), (1, 1), (2, 1)]
+    assert rows == [[(0, 8), (1, 8)], decodes[:2], [(2, 16)], [(2, 8)], *[decodes] * 3, decodes[:2]]
+
+
+def test_decodes_go_on_where_no_prompt_fits_and_steps_are_not_mixed() -> None:
+    model = model_of(blocks=6, size=4, mixed=False)
+    submit(model, 0, prompt=16, output=5)
+    submit(model, 1, prompt=16, output=2, first=100)
+    model.run()
+    rows = [[(row.request_id, row.query_len) for row in plan.rows] for plan in model.plans]
+    assert rows == [[(0, 16)], *[[(0, 1)]] * 4, [(1, 16)], [(1, 1)]]
 
 
 def test_a_full_prefix_hit_still_computes_the_last_block() -> None:
