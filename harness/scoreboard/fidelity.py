@@ -42,10 +42,8 @@ class PublicFolder:
 
     def words_of(self, log: EngineLog) -> tuple[str, ...]:
         """The overrides of a log."""
-        own = log.settings.engine == "sglang"
-        return tuple(
-            word for word in self.words if not (own and word.startswith("scheduler.async_scheduling"))
-        )
+        unsaid = "scheduler.async" if log.settings.engine == "sglang" else "none"
+        return tuple(word for word in self.words if not word.startswith(unsaid))
 
 
 _SERVER = (

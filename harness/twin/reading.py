@@ -479,8 +479,7 @@ def _on_clock(
 def _beside(series: Timeseries, times: LoggedRequests) -> BoolArray:
     """Which states of a server can be of no request of these."""
     first_s, last_s = times.entered_s.min() - _BESIDE_S, times.last_token_s.max() + _BESIDE_S
-    beside: BoolArray = (series.running > 0) & ((series.at_s < first_s) | (series.at_s > last_s))
-    return beside
+    return np.array((series.running > 0) & ((series.at_s < first_s) | (series.at_s > last_s)))
 
 
 _ENGINES = ("sglang", "vllm")  # as clients name what they call

@@ -226,11 +226,7 @@ class Scheduler:
         others, calendar, index, cap = self._batch.others, self._batch.calendar, 0, self._prefill_cap()
         while index < len(others) and step.budget:
             group = others[index]
-            if prompts and group.decodes:
-                group.rows = []
-                index += 1
-                continue
-            group.rows = self._rows.rows(group, step.budget, cap)
+            group.rows = [] if prompts and group.decodes else self._rows.rows(group, step.budget, cap)
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
                 self._make_room(step, self._batch.groups(index))
