@@ -17,13 +17,7 @@ from harness.compiled.committing import commit, log_step
 from harness.compiled.grouping import Grouping, Waste, no_layers
 from harness.compiled.numba_edge import MachineCode, called
 from harness.compiled.pricing import note_prefill, price, write_features
-from harness.compiled.scheduling import (
-    continue_running,
-    fill_with_prompts,
-    has_rows,
-    swap_in_and_admit,
-    wait_for_end,
-)
+from harness.compiled.scheduling import fill, has_rows, wait_for_end
 from harness.compiled.state import (
     ENTRY,
     PIN,
@@ -106,10 +100,7 @@ def step(state: ReplayState, num_blocks: int) -> bool:
     """Run one step; returns False, and logs nothing, where it would end after LATEST_NS."""
     preempted = 0
     for waits in range(2):
-        if state.rules.mixed or not fill_with_prompts(state):
-            continue_running(state)
-            if not state.at[ENTRY.preempted]:
-                swap_in_and_admit(state)
+        fill(state)
         if waits or not state.at[ENTRY.ending] or has_rows(state):
             break
         preempted, state.at[ENTRY.preempted] = state.at[ENTRY.preempted], 0  # as the scheduler's `waited`

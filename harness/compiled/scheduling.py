@@ -67,6 +67,22 @@ def prefill_cap(state: ReplayState) -> int:
 
 
 @inlined
+def fill(state: ReplayState) -> None:
+    """Continue running requests and admit others; or prompts alone, where steps are not mixed.
+
+    Requests come back from host memory first: none is admitted while one is still there.
+    """
+    at = state.at
+    if not state.rules.mixed and fill_with_prompts(state):
+        return
+    continue_running(state)
+    while at[ENTRY.budget] > 0 and at[ENTRY.swapped] and not at[ENTRY.preempted] and may_return(state):
+        swap_in(state)
+    if state.rules.mixed and not at[ENTRY.swapped] and not at[ENTRY.preempted]:
+        admit(state)
+
+
+@inlined
 def continue_running(state: ReplayState) -> None:
     """Give every row its query tokens and blocks, in order of admission; what is left of the budget is in `BUDGET`.
 
@@ -301,16 +317,6 @@ def move_blocks(state: ReplayState, freed: int) -> None:
     """Move blocks between device and host, where `freed` are free then, or taken if negative."""
     state.at[ENTRY.host] += freed
     state.at[ENTRY.moved] += abs(freed)
-
-
-@called
-def swap_in_and_admit(state: ReplayState) -> None:
-    """Bring requests back from host memory, then admit, but none while one is still there."""
-    at = state.at
-    while at[ENTRY.budget] > 0 and at[ENTRY.swapped] and may_return(state):
-        swap_in(state)
-    if not at[ENTRY.swapped] and state.rules.mixed:
-        admit(state)
 
 
 @called

@@ -42,8 +42,7 @@ class PublicFolder:
 
     def words_of(self, log: EngineLog) -> tuple[str, ...]:
         """The overrides of a log."""
-        unsaid = "scheduler.async" if log.settings.engine == "sglang" else "none"
-        return tuple(word for word in self.words if not word.startswith(unsaid))
+        return tuple(word for word in self.words if log.settings.engine != "sglang" or "async" not in word)
 
 
 _SERVER = (

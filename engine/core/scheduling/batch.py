@@ -104,16 +104,9 @@ def _is_steady(group: Group) -> bool:
     parents in every step; nor are requests with draft tokens, because the number of accepted tokens changes.
     """
     request = group.request
-    if group.is_beam or request.speculation is not None or not group.generated:
+    if group.is_beam or request.speculation is not None or not group.decodes:
         return False
-    if request.width == 1:
-        return group.sequences[0].computed + 1 == group.tokens
-    computed = group.tokens - 1
-    return (
-        group.forked
-        and computed > request.prompt_tokens
-        and all(sequence.computed == computed for sequence in group.sequences)
-    )
+    return request.width == 1 or (group.forked and group.tokens - 1 > request.prompt_tokens)
 
 
 class WaitingQueue:
