@@ -412,9 +412,7 @@ def matters(advice: Advice) -> str:
 
 
 def _times(one: FlagEffect) -> str:
-    if one.trial.lost:
-        return f"endless ({one.trial.why()})"
-    return f"{one.worse:.2g} times as large"
+    return f"endless ({one.trial.why()})" if one.trial.lost else f"{one.worse:.2g} times as large"
 
 
 def _gain(better: Changes, before: CapacityAnswer, after: CapacityAnswer | None) -> str:

@@ -138,6 +138,8 @@ TABLE: tuple[Capability, ...] = (
     Capability("decoding.mode", lambda a: a.several and "several sequences",
                {Way.oracle: "vLLM's scheduler does not see beams or samples as one request; it gets one for each "
                 "sample (decoding.sharing=prefix_cache)"}),
+    Capability("decoding.mode", lambda a: a.sampled,
+               {Way.vllm: "it is measured with the most likely tokens alone (temperature 0)"}),
     Capability("decoding.draft_tokens", lambda a: a.drafts,
                {Way.ahead: "vLLM schedules the next drafts before it knows how many were right, which is not modelled",
                 Way.vllm: "a measured vLLM has no draft model"}),

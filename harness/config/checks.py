@@ -240,10 +240,8 @@ def check_trace(config: RunConfig) -> Iterator[ConfigError]:
         yield from check_trace_file(trace.path, trace.format in FOLDER_FORMATS)
     yield from _arrivals(config)
     if trace.sharing is not SharingModel.none and not generated:
-        yield ConfigError(
-            "trace.sharing",
-            f"found {trace.sharing}, but a file has its own sharing; use workload.prefix_share to replace it",
-        )
+        reason = f"found {trace.sharing}, but a file has its own sharing; workload.prefix_share replaces it"
+        yield ConfigError("trace.sharing", reason)
     if trace.format is TraceFormat.sharegpt and not trace.tokenizer:
         reason = "missing: trace.format=sharegpt holds text; add trace.tokenizer=FOLDER"
         yield ConfigError("trace.tokenizer", reason)

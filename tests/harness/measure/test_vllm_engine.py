@@ -103,6 +103,7 @@ def test_block_tables_that_hold_another_number_of_tokens_are_named(monkeypatch: 
         ),
         ("cache=contiguous_max", "vLLM has no contiguous cache"),
         ("decoding.beam_width=4", "vLLM's scheduler does not see beams or samples as one request"),
+        ("decoding.mode=sample", "it is measured with the most likely tokens alone"),
         ("scheduler.preemption=swap", "vLLM swaps nothing out"),
         ("engine.device=cuda", r"a server on a GPU is read by its log \(pagetwin_probe, twin\)"),
         ("oracle=vllm", "every step of a measured vLLM is compared anyway"),
