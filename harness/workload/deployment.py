@@ -397,12 +397,11 @@ def _draft_shape(model: ModelConfig, decoding: DecodingConfig) -> ModelShape | N
 
 
 def _device_shape(deployment: Deployment) -> DeviceShape:
-    device, heads = deployment.device, deployment.shape.heads
-    if heads % device.tensor_parallel:
-        reason = (
-            f"found {device.tensor_parallel}, must divide the {heads} heads of {deployment.model.name} evenly"
-        )
-        raise ConfigError("device.tensor_parallel", reason)
+    device, shape = deployment.device, deployment.shape
+    parallel, kv_heads = device.tensor_parallel, 1 if shape.latent else shape.kv_heads
+    if shape.heads % parallel or (kv_heads % parallel and parallel % kv_heads):
+        reason = f"found {parallel}, must divide the {shape.heads} heads of {deployment.model.name} evenly, and its "
+        raise ConfigError("device.tensor_parallel", f"{reason}{kv_heads} KV heads, or be a multiple of these")
     same = {one.name: getattr(device, one.name) for one in fields(DeviceShape) if hasattr(device, one.name)}
     return DeviceShape(
         **same,

@@ -138,6 +138,14 @@ def test_heads_that_cannot_be_split_are_refused(tmp_path: Path) -> None:
         run_point(config)
 
 
+def test_kv_heads_that_can_be_neither_split_nor_repeated_are_refused_as_by_vllm(tmp_path: Path) -> None:
+    config = small_config(tmp_path)
+    config.model.heads, config.model.kv_heads = 12, 6
+    config.measure, config.device.tensor_parallel = False, 4
+    with pytest.raises(ConfigError, match=r"found 4, must divide the 12 heads .* and its 6 KV heads"):
+        run_point(config)
+
+
 def test_settings_of_other_modes_make_no_other_point() -> None:
     one, other = RunConfig(), RunConfig()
     other.replay.users, other.replay.think_s, other.replay.burstiness = 99, 5.0, 3.0
