@@ -325,9 +325,11 @@ def drop_oversize(trace: Trace, verdicts: Mapping[int, str]) -> Trace:
     reasons = Counter(verdicts.values())
     if not reasons:
         return trace
-    dropped = Counter(trace.header.dropped) + reasons
+    dropped, rows = Counter(trace.header.dropped) + reasons, trace.columns
+    kept = ~np.isin(rows.request_id, list(verdicts))
+    linked = any(rows.values("after")) or any(parent is not None for parent in rows.values("parent"))
     return trace.changed(
-        trace.columns.take(np.flatnonzero(~np.isin(trace.columns.request_id, list(verdicts)))),
+        keep_requests(trace.requests, kept) if linked else rows.take(np.flatnonzero(kept)),
         "dropped " + ", ".join(f"{count:,} ({reason})" for reason, count in sorted(reasons.items())),
         dropped=dict(dropped),
         rows_kept=trace.header.rows_kept - reasons.total(),

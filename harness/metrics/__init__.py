@@ -42,7 +42,7 @@ _LATENCIES = (
     ("ttft", "TTFT", "s",
      "time to first token: from arrival to the end of the step that chose the first token"),
     ("tpot", "TPOT", "s", "time per output token: (E2E − TTFT) / (output tokens − 1), for outputs above 1"),
-    ("itl", "ITL", "s", "inter-token latency: every gap between two tokens of one sequence"),
+    ("itl", "ITL", "s", "inter-token latency: every gap between two tokens of a request, once for all its sequences"),
     ("e2e", "E2E latency", "s", "from arrival to the end of the step that chose the last token"),
     ("norm_latency", "normalized latency", "s/token", "E2E latency / output tokens of one sequence"),
     ("queue", "queue time", "s",
@@ -182,11 +182,11 @@ _COUNTS = (
     Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower",
            total="preemptions"),
     Metric("running_mean", "running requests, mean", "requests",
-           "requests in the batch, time-weighted", "higher"),
+           "requests in the batch (of one replica, in the mean), time-weighted", "higher"),
     Metric("running_peak", "running requests, peak", "requests",
-           "most requests in the batch at once", "higher", total="running_peak"),
+           "most requests in the batch of a replica at once", "higher", total="running_peak"),
     Metric("waiting_mean", "waiting requests, mean", "requests",
-           "requests in the queue, time-weighted", "lower"),
+           "requests in the queue (of one replica, in the mean), time-weighted", "lower"),
 )  # fmt: skip
 
 _TIME = (

@@ -20,7 +20,7 @@ from traces.reshape import (
     take,
 )
 from traces.synth.generator import generate_trace
-from traces.trace import Segment, Trace, TraceHeader, TraceRequest
+from traces.trace import AFTER, Segment, Trace, TraceHeader, TraceRequest
 
 lengths = st.integers(1, 3_000)
 paths = st.lists(
@@ -308,6 +308,17 @@ def test_oversize_requests_are_dropped_and_counted_by_reason() -> None:
     assert kept.header.dropped == {"prompt_over_limit": 2}
     assert kept.header.changes == ("dropped 2 (prompt_over_limit)",)
     assert books_balance(kept)
+
+
+def test_a_turn_behind_a_dropped_one_waits_for_the_turn_before_that() -> None:
+    trace = make_trace([[(None, 5)], [(None, 50)], [(None, 9)]])
+    turns = [
+        replace(row, session="s", parent=number - 1, after=(number - 1,), release=AFTER) if number else row
+        for number, row in enumerate(trace.requests)
+    ]
+    first, last = drop_oversize(trace.changed(tuple(turns), "turns"), {1: "prompt_over_limit"}).requests
+    assert (first.request_id, last.request_id) == (0, 2)
+    assert (last.parent, last.after, last.release) == (0, (0,), AFTER)
 
 
 def test_dropping_nothing_changes_nothing() -> None:
