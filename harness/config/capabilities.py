@@ -122,9 +122,10 @@ TABLE: tuple[Capability, ...] = (
                 "are hit and evicted in one way, states are kept at the ends of rows, and a draft model would be a "
                 "group of its own"}),
     Capability("cache.groups", lambda a: a.cache.groups is not GroupPages.off
-               and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap),
-               {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps or an order of their "
-                "own"}),
+               and (a.several or a.drafts or a.cache.behind_first or a.scheduler.preemption is Preemption.swap
+                    or not a.scheduler.mixed_steps),
+               {Way.compiled: "layers in groups have requests of several sequences, drafts, swaps, an order of their "
+                "own, or steps of prompts alone"}),
     Capability("cache.block_size", lambda a: a.cache.block_size % 32 > 0,
                {Way.vllm: "on a CPU vLLM has blocks of multiples of 32 tokens"}),
     Capability("engine.device", lambda a: a.engine.device is not schema.EngineDevice.cpu,

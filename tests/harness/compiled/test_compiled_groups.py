@@ -86,7 +86,7 @@ def test_layers_in_groups_are_replayed_and_accounted_for_as_the_core_does(
 ) -> None:
     count = len(shared.salts)
     priority = np.array(data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count)))
-    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)), ahead=False)
+    limits = replace(limits, policy=data.draw(st.sampled_from(Scheduling)), ahead=False, mixed_steps=True)
     pool = grouped(pool, windows, rule, every, chunked=data.draw(st.booleans()))
     requests = replace(shared.named(pool.block_size), waiting=data.draw(waiting(count)), priority=priority)
     assert_same_groups(requests, limits, pool, shared)

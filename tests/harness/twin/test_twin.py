@@ -115,7 +115,7 @@ def test_a_name_is_escaped_in_the_page(report: Path) -> None:
 
 def test_a_log_without_a_device_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["twin", str(RECORDED)]) == 2
-    assert "add it, as device=h100" in capsys.readouterr().err
+    assert "add device=./mine.yaml, or device= and a preset" in capsys.readouterr().err
 
 
 def test_a_folder_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
