@@ -117,6 +117,8 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
     own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
+    if settings.engine == "sglang" and settings.async_scheduling is None and _AHEAD not in chosen:
+        own.append(f"{_AHEAD}=true")  # its default
     own = [*of_a_file([*device, *model, *own], f"the log of {log.name}")]
     words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
     config = normalise(one_configuration(words, _ONE))
@@ -160,6 +162,7 @@ def _front_end(log: EngineLog, config: RunConfig, chosen: set[str]) -> tuple[str
     return tuple(f"{key}={value:g}" for key, value in _FRONT_END.items())
 
 
+_AHEAD = "scheduler.async_scheduling"
 # Of a logarithm: an engine whose prompts and answers take other steps than those simulated. A first token that comes a
 # step sooner or later is some 40 % of a short time to first token.
 _OTHER_STEPS = ("device.ttft_spread=0.4",)
@@ -169,10 +172,7 @@ _SLOW_STEPS = ("device.ttft_spread=1.0", "device.step_spread=0.7")
 def _other_scheduler(settings: EngineSettings) -> tuple[str, tuple[str, ...]]:
     """What to say of an engine whose scheduler is not the simulated one, and the spread that it adds, as overrides."""
     if settings.engine == "sglang":
-        said = (
-            "Warning: SGLang overlaps its steps in a way of its own, which is not simulated: "
-            "first tokens may come a step sooner or later than predicted, and the bands are wide for that."
-        )
+        said = "Warning: SGLang overlaps its steps in its own way, not simulated: first tokens may come a step off."
         return said, _OTHER_STEPS
     version = re.match(r"v?0\.([0-7])(?:\.|$)", settings.version or "")
     if settings.engine != "vllm" or not version:
@@ -343,7 +343,7 @@ def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> s
 
 def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:
     found = [f"{name} = {value}: no key of ours, not simulated." for name, value in settings.unmapped.items()]
-    if settings.async_scheduling is None and "scheduler.async_scheduling" not in chosen:
+    if settings.async_scheduling is None and _AHEAD not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(
             f"{UNSAID}; {how} is simulated. vLLM does since 0.19 unless it is told otherwise, and SGLang by default. "

@@ -206,6 +206,16 @@ def test_an_engine_whose_scheduler_is_not_simulated_is_said_first_with_a_wide_ba
     assert found.config.device.ttft_spread >= 0.4
 
 
+@pytest.mark.parametrize(("words", "ahead"), [((), True), (("scheduler.async_scheduling=false",), False)])
+def test_sglang_schedules_ahead_unless_log_or_user_says_otherwise(
+    recorded: EngineLog, words: tuple[str, ...], ahead: bool
+) -> None:
+    log = with_settings(recorded, engine="sglang", version=None, async_scheduling=None)
+    found = configured(log, ("device=rtx_pro_6000", *words))
+    assert found.config.scheduler.async_scheduling is ahead
+    assert any("does not say whether" in note for note in found.notes) is ahead
+
+
 def test_host_memory_for_kv_blocks_is_said_first_with_the_key_that_simulates_it(recorded: EngineLog) -> None:
     log = with_settings(recorded, host_memory_gb=10 * 2**30 / 1e9)
     found = configured(log, ("device=rtx_pro_6000",))
