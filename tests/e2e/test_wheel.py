@@ -150,8 +150,9 @@ def gate(repository: tuple[Path, Path], *words: str, page: str = "") -> subproce
     return subprocess.run(asked, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
 
-FIFTH = """
-    _rms_norm(x[: len(x) // 5], weight, eps)
+# plainly slower, on a busy machine too; a fifth is decided on drawn ratios (tests/harness/gate/test_gate_cpu.py)
+TWICE = """
+    _rms_norm(x, weight, eps)
     return _rms_norm(x, weight, eps)
 
 
@@ -159,7 +160,7 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float = 1e-6) -> torch
     return x"""
 GATHER = "    values = tl.gather(values.to(tl.float64) * 1.5, columns // 2, 0).to(tl.float32)\n    tl.store("
 PLANTED = {
-    "a fifth slower": ("kernel.py", "\n    return x", FIFTH, "of the baseline"),
+    "twice the time": ("kernel.py", "\n    return x", TWICE, "of the baseline"),
     "spills": ("test_kernel.py", '{"BLOCK": 4096}', '{"BLOCK": 32768}', "spills: "),
     "half the warps": ("test_kernel.py", "num_warps=4", "num_warps=2", "instructions 288"),
     "narrow loads": (
