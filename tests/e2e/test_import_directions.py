@@ -14,7 +14,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
+from tiers import cases
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("traces", "engine", "kernels/paged_kernels", "harness", "benchmarks", "tests/gpu_acceptance")
@@ -230,7 +230,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     assert circle(shipped()) == []
 
 
-@pytest.mark.parametrize(
+@cases(
     ("module", "text"),
     [
         ("traces__reading", "import engine.core.plan"),
@@ -251,6 +251,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         ("harness__point__run", "RUNNER = 'harness.sweep.execute:execute'"),
         ("harness__store__commit", "from harness.cli import main"),
     ],
+    day=5,
 )
 def test_a_wrong_import_is_seen(module: str, text: str) -> None:
     assert len(news(wrong_order, planted(**{module: text}))) == 1

@@ -71,6 +71,7 @@ def test_light_commands_import_nothing_heavy_and_a_simulation_no_torch(tmp_path:
     assert "report.figures=none" in (tmp_path / "results/default/report/index.html").read_text()
 
 
+@pytest.mark.nightly
 def test_a_server_is_checked_without_what_a_report_needs(tmp_path: Path) -> None:
     log = Path(__file__).resolve().parents[1] / "data" / "deployments" / "servingsim-recorder"
     (tmp_path / "page.txt").write_text("vllm:num_requests_running 1\nvllm:kv_cache_usage_perc 0.1\n")
@@ -104,6 +105,7 @@ sys.exit(main())
 """
 
 
+@pytest.mark.nightly  # by day the test above sees what a prediction imports
 def test_a_prediction_and_its_report_need_neither_torch_nor_transformers(tmp_path: Path) -> None:
     words = (*SIMULATED.split(), "report.figures=svg")
     done = subprocess.run(

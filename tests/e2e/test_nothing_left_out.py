@@ -83,7 +83,7 @@ def written(folder: Path, rows: Sequence[Mapping[str, object]]) -> Path:
     return folder / "trace.jsonl"
 
 
-@cases("command", ["advise", "run", "trace inspect", "sweep models", "capacity", "sweep"], day=4)
+@cases("command", ["advise", "run", "trace inspect", "sweep models", "capacity", "sweep"], day=3)
 @settings(max_examples=tier(2, 30), phases=DRAWN)
 @given(asked=ASKED)
 def test_what_is_left_out_is_named_before_any_figure(command: str, asked: Asked) -> None:

@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 
-from tiers import cases
+import pytest
 
 
-@cases(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")], day=1)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("own", "expected"), [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "ACTIVE")])
 def test_openmp_is_told_how_to_wait_before_torch_starts_it(own, expected):
     environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
     done = subprocess.run(

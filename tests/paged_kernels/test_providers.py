@@ -5,6 +5,7 @@ import types
 
 import pytest
 import torch
+from tiers import cases
 
 from paged_kernels import OptionError
 from paged_kernels.case import CaseSpec, DisagreementError, build_case, exact_output, verify
@@ -39,7 +40,12 @@ def test_all_that_serve_a_case_agree_with_float64(spec):
     assert {"paged", "sdpa"} <= set(served)
 
 
-@pytest.mark.parametrize("spec", SPECS[:3], ids=lambda spec: spec.name)
+@cases(
+    "spec",
+    SPECS[:3],
+    day=1,
+    ids=lambda spec: spec.name,
+)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_reads_the_pool_through_its_block_mask(spec):
     case = build_case(spec)

@@ -5,12 +5,11 @@ By day they are a few thousand operations, by night more than 200,000.
 
 import random
 
-import pytest
 from core_driver import Arrival, CoreDriver, Setup, random_walk
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
-from tiers import tier
+from tiers import cases, tier
 
 from engine.core.options import (
     Decoding,
@@ -92,7 +91,7 @@ def random_setup(seed: int) -> Setup:
     )
 
 
-@pytest.mark.parametrize("test", range(35))
+@cases("test", range(35), day=12)
 def test_a_random_walk_reads_what_it_wrote_and_leaves_nothing(test: int) -> None:
     for seed in range(test * SEEDS_A_TEST, (test + 1) * SEEDS_A_TEST):
         random_walk(random_setup(seed), seed, RULES)

@@ -55,6 +55,7 @@ def test_a_tier_beside_swapped_requests_changes_no_token(model_of, generate, pro
     assert found == 2 * [generate("llama", prompt, TOKENS)[0][0] for prompt in prompts]
 
 
+@pytest.mark.nightly
 @cases("preemption", ["recompute", "swap"], day=["swap"])
 @cases("store", list(TierStore), day=1)
 @cases("branches", [{"beam_width": 3}, {"n": 3, "temperature": 1.0, "seed": 5}], day=1)

@@ -58,7 +58,7 @@ def test_preemption_changes_no_token(groups):
 @cases(
     "options",
     [{"prefix_caching": False}, {"states": "every_block"}, {"state_every": 12}, {"block_size": 16}],
-    day=2,
+    day=1,
 )
 def test_options_change_no_token(options):
     assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected("qwen3_next")] * 2

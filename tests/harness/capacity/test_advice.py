@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
@@ -418,16 +419,17 @@ def test_groups_that_a_file_of_a_deployment_sets_are_kept(
     assert [line for line in capsys.readouterr().err.splitlines() if "effect" in line] == [said, said]
 
 
-@pytest.mark.parametrize(
+@cases(
     ("words", "said"),
     [
-        (("cache.eviction=gdsf",), "vLLM evicts the least recently used alone"),
         (
             ("decoding.draft_tokens=2", "decoding.acceptance=0.5"),
             "whose model proposes the drafts is left open",
         ),
         (("scheduler.watermark=0.1",), ""),
+        (("cache.eviction=gdsf",), "vLLM evicts the least recently used alone"),
     ],
+    day=2,
 )
 def test_what_the_line_of_vllm_does_not_ask_for_is_said_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str

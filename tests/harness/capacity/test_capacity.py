@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiers import cases
 
 from harness.capacity import (
     CapacityAnswer,
@@ -292,8 +293,8 @@ def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int, se
     assert found.outcome["finished"] == sent
 
 
-@pytest.mark.parametrize("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)])
-@pytest.mark.parametrize("above", [0.9, 1.1, 1.5])
+@cases("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)], day=2)
+@cases("above", [0.9, 1.1, 1.5], day=2)
 def test_a_queue_grows_by_what_arrives_beyond_what_is_served_however_the_load_changes(
     gaps_us: tuple[int, int], above: float
 ) -> None:

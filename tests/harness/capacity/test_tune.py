@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from harness.capacity.slo import parse_slo
 from harness.capacity.tune import Tuned, regret_words, score, tune
@@ -35,8 +36,8 @@ def tuned(grid: str, slo_text: str, most: int = 8) -> tuple[Tuned, Any]:
     return found, np.array([np.median(each) for each in runs])
 
 
-@pytest.mark.parametrize("slo", SLOS)
-@pytest.mark.parametrize("grid", GRIDS["grids"])
+@cases("slo", SLOS, day=1)
+@cases("grid", GRIDS["grids"], day=1)
 def test_the_choice_of_few_measured_cells_is_as_good_as_it_says(grid: str, slo: str) -> None:
     found, true = tuned(grid, slo)
     regret = true[found.place] / true.min() - 1

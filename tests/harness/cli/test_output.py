@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 from harness.cli.main import main
 from harness.console import OutputError, counted, remark, say
@@ -51,7 +52,7 @@ def test_a_full_standard_output_is_an_error_of_its_own(monkeypatch: pytest.Monke
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("where", [">/dev/full", ">&-", "2>&- >/dev/full"])
+@cases("where", [">/dev/full", ">&-", "2>&- >/dev/full"], day=1)
 def test_no_command_calls_a_lost_output_a_bug(where: str) -> None:
     command = f"exec {sys.executable} -m harness show --groups {where}"
     done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)

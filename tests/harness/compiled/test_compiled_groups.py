@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from compiled_cases import (
     COSTS,
     LIMITS,
@@ -19,7 +18,7 @@ from compiled_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiers import tier
+from tiers import cases, tier
 
 from engine.core.memory.group_layout import LayerSet, uniform_layout
 from engine.core.options import GroupKind, SchedulerLimits, Scheduling, WindowHits
@@ -116,8 +115,10 @@ CROWDS = [
 CHUNKS = (3, [(3, 16), (1, None)], 0, SchedulerLimits(48, 12, admit_whole_prompt=False))
 
 
-@pytest.mark.parametrize(
-    ("seed", "windows", "every", "limits", "chunked"), [*((*each, False) for each in CROWDS), (*CHUNKS, True)]
+@cases(
+    ("seed", "windows", "every", "limits", "chunked"),
+    [*((*each, False) for each in CROWDS), (*CHUNKS, True)],
+    day=2,
 )
 def test_groups_are_compared_where_requests_come_back_and_hold_duplicates(
     seed: int,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiers import tier
+from tiers import cases, tier
 
 from harness.config.errors import UserError
 from harness.gate import beside, policy, settings
@@ -46,7 +46,7 @@ def run_of(ratios: list[float]) -> Measured:
     )
 
 
-@pytest.mark.parametrize(("share", "verdict"), [(1.0, GateVerdict.passed), (1.15, GateVerdict.regressed)])
+@cases(("share", "verdict"), [(1.0, GateVerdict.passed), (1.15, GateVerdict.regressed)], day=1)
 def test_equal_work_passes_and_a_seventh_more_is_found(work: Any, share: float, verdict: GateVerdict) -> None:
     now = run_of(beside.ratios_of(lambda: (work(20 * share), work(20))))
     assert policy.judge(now, new_baseline(run_of([1.0]), "test")).verdict is verdict

@@ -112,6 +112,7 @@ def judged(configuration: Any, before: Baseline) -> Finding:
     return finding
 
 
+@pytest.mark.nightly
 def test_a_launch_policy_that_leaves_waves_half_empty_is_found(
     decode: Any, before: Baseline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,12 +141,14 @@ def test_a_lost_divisibility_hint_is_found(decode: Any, before: Baseline) -> Non
     assert "16-byte loads" in finding.reason
 
 
+@pytest.mark.nightly
 def test_a_spill_is_found(decode: Any, before: Baseline) -> None:
     finding = judged(replace(decode, num_warps=1, constants={**decode.constants, "ROWS": 32}), before)
     assert finding.verdict is GateVerdict.regressed
     assert "spills: " in finding.reason
 
 
+@pytest.mark.nightly
 def test_a_halved_pipeline_and_fewer_bytes_on_their_way_are_found(decode: Any, before: Baseline) -> None:
     finding = judged(replace(decode, num_stages=2), before)
     assert finding.verdict is GateVerdict.regressed
@@ -159,11 +162,13 @@ def test_a_kernel_that_cannot_launch_is_found(decode: Any, before: Baseline) -> 
     assert "does not fit sm_90 (232,448 B): it cannot launch" in finding.reason
 
 
+@pytest.mark.nightly
 def test_the_tile_of_warp_groups_spills_where_there_are_none() -> None:
     wrong = faults(configuration("prefill/bf16/d128/g4/bs16/vector/sm_90"), 80)
     assert "spills: " in wrong
 
 
+@pytest.mark.nightly
 def test_three_stages_of_wide_heads_do_not_fit_the_smaller_shared_memories() -> None:
     fitting = configuration("prefill/bf16/d256/g4/bs16/vector/sm_86")
     assert not NIGHT or not faults(fitting, 86)
@@ -171,6 +176,7 @@ def test_three_stages_of_wide_heads_do_not_fit_the_smaller_shared_memories() -> 
     assert "shared memory 102,400 B does not fit sm_86 (101,376 B): it cannot launch" in wrong
 
 
+@pytest.mark.nightly
 def test_a_group_of_128_heads_in_one_program_spills() -> None:
     split = configuration("decode/bf16/d128/g128/bs16/vector")
     assert not NIGHT or not faults(split, 80)
@@ -186,6 +192,7 @@ def test_a_loop_that_takes_more_instructions_than_promised_is_found(
     assert "instructions per byte of K and V; 0.06 are promised" in wrong
 
 
+@pytest.mark.nightly
 def test_conversions_of_eight_bit_keys_to_bfloat16_are_found(
     eight_bit_case: tuple[str, dict[str, Any]], one_by_one: tuple[str, dict[str, Any]]
 ) -> None:
@@ -212,6 +219,7 @@ def test_a_longer_way_to_the_first_tile_is_found(case: tuple[str, dict[str, Any]
     assert "cycles before the first tile" in finding.reason
 
 
+@pytest.mark.nightly
 def test_products_that_wait_for_each_other_are_found() -> None:
     prefill = configuration("prefill/bf16/d128/g4/bs16/vector/sm_90")
     name, values = compiled_case(prefill, 90)
@@ -242,6 +250,7 @@ def test_every_architecture_is_compiled() -> None:
     assert compiled == {80, 86, 89, 90, 100, 120}
 
 
+@pytest.mark.nightly
 @cases(
     "key",
     [
@@ -257,6 +266,7 @@ def test_architectures_that_are_compiled_once_have_the_same_code(key: str) -> No
         assert built(one, arch).code == built(one, twin).code
 
 
+@pytest.mark.nightly
 def test_kernels_that_are_listed_together_are_read_as_each_alone(decode: Any) -> None:
     copy = configuration("copy/bf16")
     codes = [built(one, 120).code for one in (copy, decode)]

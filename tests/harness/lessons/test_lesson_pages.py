@@ -186,7 +186,7 @@ def test_the_draws_reach_every_kind_of_state() -> None:
     assert min(seen.values()) > 20, seen
 
 
-@pytest.mark.parametrize(
+@cases(
     ("right", "wrong"),
     [
         ("(prompt.length - 1) / this.size", "prompt.length / this.size"),
@@ -194,6 +194,7 @@ def test_the_draws_reach_every_kind_of_state() -> None:
         ("if (!this.refs[block]) this.queue.splice(this.queue.indexOf(block), 1);", ""),
         ("one.tokens % this.size > 0 && ", ""),
     ],
+    day=1,
 )
 def test_a_planted_mistake_in_the_page_is_seen(browser, folder, tmp_path, right: str, wrong: str) -> None:
     text = (folder / "pool.html").read_text(encoding="utf-8")
@@ -439,6 +440,7 @@ def test_the_accountant_names_the_line_that_is_wrong(opened) -> None:
     assert tab.inner_text("#wrong").startswith('line 2: "30" must be two whole numbers')
 
 
+@pytest.mark.nightly
 def test_the_accountant_takes_the_lengths_of_a_workload(opened) -> None:
     tab = opened("accountant")
     tab.select_option("#workload", "sosp23_alpaca")

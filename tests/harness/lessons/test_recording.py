@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from tiers import cases
 
 from engine.core.plan import StepPlan, StepResult
 from engine.runtime.runner import StepTimes
@@ -30,13 +31,14 @@ def states(recording: Recording) -> list[dict[int, int]]:
     return found
 
 
-@pytest.mark.parametrize(
+@cases(
     "more",
     [
         (),
         ("cache.block_size=4", "cache.pool_tokens=3000"),
         ("decoding=sample", "decoding.n=3", "workload.num_requests=20"),
     ],
+    day=1,
     ids=["default", "small blocks, preemptions", "samples"],
 )
 def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) -> None:

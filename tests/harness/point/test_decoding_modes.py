@@ -358,6 +358,7 @@ def test_options_that_do_not_apply_make_no_other_point() -> None:
     assert normalise(one) == normalise(other)
 
 
+@pytest.mark.nightly
 def test_a_curve_has_room_for_a_metric_without_a_figure(config: RunConfig, tmp_path: Path) -> None:
     """A metric may have no figure at any point, as time per token where every answer has one token."""
     for drafts in (1, 2, 4):

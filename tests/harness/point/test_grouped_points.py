@@ -72,7 +72,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 PAGES = [pages for pages in GroupPages if pages is not GroupPages.off]
 
 
-@pytest.mark.parametrize("made", [windowed, stateful])
+@cases("made", [stateful, windowed], day=1)
 @cases("pages", PAGES, day=(GroupPages.uniform,))
 def test_a_measured_point_has_the_counts_of_its_prediction(
     pages: GroupPages, made: Made, cache_dir: Path
@@ -116,7 +116,7 @@ def test_a_measured_point_whose_hits_end_inside_blocks_has_the_counts_of_its_pre
         for mode in ("sample", "beam")
         for memory in Preemption
     ],
-    day=((windowed, "beam", Preemption.swap), (stateful, "sample", Preemption.recompute)),
+    day=((windowed, "beam", Preemption.swap),),
 )
 def test_a_measured_point_of_several_sequences_has_the_counts_of_its_prediction(
     made: Made, mode: str, preemption: Preemption, cache_dir: Path
@@ -226,7 +226,7 @@ def test_the_random_workloads_hit_preempt_and_release(cache_dir: Path, tmp_path:
     assert min(found.values()) > 0
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@cases("seed", SEEDS, day=2)
 def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     seed: int, cache_dir: Path, tmp_path: Path
 ) -> None:

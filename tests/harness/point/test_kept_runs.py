@@ -110,6 +110,7 @@ def test_a_damaged_run_is_measured_again(tmp_path: Path) -> None:
     assert finished(config, tmp_path).record.environment["runs_of_earlier_starts"] == 1
 
 
+@pytest.mark.nightly
 def test_a_sweep_that_is_ended_behind_each_run_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two points that are open together, of three runs each: every start that lets one run end gains that run."""
     words = [

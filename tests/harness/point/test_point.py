@@ -88,6 +88,7 @@ def test_a_step_in_which_all_that_runs_is_preempted_computes_nothing(cache_dir: 
     )
     config.cache.pool_tokens, config.cache.block_size, config.cache.prefix_caching = 300, 32, False
     config.decoding.draft_tokens, config.decoding.acceptance = 1, 0.6
+    config.cost.kind = CostKind.roofline
     record = run_point(config).record
     assert record.levels["counts"]["identical"]
     assert record.measured["median"]["preemptions"] > 0
@@ -96,6 +97,7 @@ def test_a_step_in_which_all_that_runs_is_preempted_computes_nothing(cache_dir: 
 
 def test_prompts_that_begin_alike_by_chance_are_named_where_counts_differ(cache_dir: Path) -> None:
     config = small_config(cache_dir)
+    config.cost.kind = CostKind.roofline
     config.cache.block_size, config.model.vocab = 1, 40
     counts = run_point(config).record.levels["counts"]
     assert not counts["identical"]

@@ -154,6 +154,7 @@ def test_settings_of_other_modes_make_no_other_point() -> None:
     assert normalise(one) != normalise(other)
 
 
+@pytest.mark.nightly
 def test_a_sweep_without_rows_has_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

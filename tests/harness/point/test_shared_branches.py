@@ -104,7 +104,7 @@ def drawn(config: RunConfig, folder: Path, seed: int) -> RunConfig:
     return config
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@cases("seed", SEEDS, day=1)
 def test_random_beams_sent_as_requests_are_decided_alike(
     config: RunConfig, tmp_path: Path, seed: int
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_constant_step_and_one_place_make_a_single_server_queue() -> None:
     """M/D/1: mean wait in queue = rho s / (2 (1 - rho)), Pollaczek and Khinchine; s is the service time."""
     draw = np.random.default_rng(1)
     service, rho = 0.004, 0.7
-    arrivals = np.cumsum(draw.exponential(service / rho, tier(4_000, 20_000)))
+    arrivals = np.cumsum(draw.exponential(service / rho, tier(2_000, 20_000)))
     requests = [request(rid, float(at), 8, 4) for rid, at in enumerate(arrivals)]
     log, _ = replay(requests, limits=SchedulerLimits(512, 1))
     waits = log.requests["first_scheduled_s"] - log.requests["arrival_s"]

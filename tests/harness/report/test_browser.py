@@ -232,6 +232,7 @@ def test_axe_notices_a_planted_fault(opened):
     assert {fault.partition(":")[0] for fault in axe_faults(opened)} >= {"color-contrast", "image-alt"}
 
 
+@pytest.mark.nightly
 def test_a_drawing_in_the_page_looks_as_its_file_does(browser, page):
     numpy = pytest.importorskip("numpy")
     image = pytest.importorskip("PIL.Image")

@@ -40,12 +40,14 @@ def test_only_the_named_metrics_are_rows(store: Path, tmp_path: Path) -> None:
     assert set(found["metric"]) == {"ttft_p50"}
 
 
+@pytest.mark.nightly
 def test_two_choices_do_not_overwrite_each_other(store: Path, tmp_path: Path) -> None:
     one = write_chosen_figure(store, FigureChoice(X, where={COL: "0.0"}), out=tmp_path)
     two = write_chosen_figure(store, FigureChoice(X, where={COL: "0.5"}), out=tmp_path)
     assert not {*one} & {*two}
 
 
+@pytest.mark.nightly
 def test_the_report_stays_as_it_is(page: Path, tmp_path: Path) -> None:
     copied = tmp_path / "store"  # the other tests look at the folder of `page`
     shutil.copytree(page.parents[1], copied)

@@ -62,7 +62,7 @@ def test_attention_is_compared_at_equal_load(study):
     assert per_slot.min() <= row["simulated"] <= per_slot.max()
 
 
-@pytest.mark.parametrize("priced", [True, False])
+@cases("priced", [True, False], day=1)
 def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them(
     tmp_path: Path, priced: bool
 ):

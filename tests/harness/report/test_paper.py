@@ -69,6 +69,7 @@ def pdf_inches(pdf: bytes) -> float:
     return float(found[1]) / 72
 
 
+@pytest.mark.nightly
 def test_every_panel_is_a_file_of_its_own() -> None:
     names = {
         f"two-{number}-{width}.{kind}"
@@ -87,6 +88,7 @@ def test_a_panel_is_as_wide_as_its_column() -> None:
         assert pdf_inches(files[f"two-2-{width}.pdf"]) == pytest.approx(inches, abs=0.01)
 
 
+@pytest.mark.nightly
 def test_letters_have_serifs_where_asked_and_are_in_the_file() -> None:
     plain, serif = files_of(Paper.column), files_of(Paper.column, serif=True)
     assert b"DejaVuSans" in plain["two-1-column.pdf"]
@@ -188,6 +190,7 @@ def one_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(write, "build_page", lambda *parts, **options: "<p>page</p>")
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("one_figure")
 def test_a_report_writes_panels_and_latex_where_asked_and_takes_them_away(
     store: Path, tmp_path: Path

@@ -9,6 +9,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
 from tiny_models import SHAPE
 
@@ -92,10 +93,12 @@ with Apart(socket.create_server(("127.0.0.1", 0)), model="tiny") as apart:
 """
 
 
+@pytest.mark.nightly
 def test_at_a_fork_no_thread_lives_but_the_main_one():
     subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
+@pytest.mark.nightly
 def test_beside_a_thread_the_process_is_no_fork():
     """The thread may hold a lock, which a fork would keep for ever."""
     from harness.serve.apart import Apart

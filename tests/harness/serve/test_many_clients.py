@@ -96,6 +96,7 @@ def test_many_clients_get_their_own_answers_and_leave_nothing(engine, address):
     assert not engine.scheduler.stats
 
 
+@pytest.mark.nightly
 def test_a_second_crowd_needs_no_more_files_than_the_first(address):
     asyncio.run(crowd(address))
     assert wait_until(lambda: is_idle(address))

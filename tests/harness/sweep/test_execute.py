@@ -190,6 +190,7 @@ def test_a_run_that_cannot_be_kept_stops_the_sweep_and_fails_no_point(plan: Call
     assert read_store(sweep.out).failures == {}
 
 
+@pytest.mark.nightly
 def test_the_log_has_a_line_for_each_tenth_that_is_passed(plan: Callable[..., SweepPlan]) -> None:
     _, log = run(plan("workload.seed=1,2", "measure=false"))
     assert [line.partition(",")[0] for line in log.splitlines()] == [

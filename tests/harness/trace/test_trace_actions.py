@@ -111,6 +111,7 @@ def test_validate_counts_skipped_rows(run: Run, tmp_path: Path) -> None:
     assert "rows read 2 = kept 1 + dropped 1\n  dropped: malformed ContextTokens: 1\n" in out
 
 
+@pytest.mark.nightly
 def test_inspect_draws_pictures(run: Run) -> None:
     assert run("inspect", "chat", "--requests", "40", "--json", "--out", "pictures")[0] == 0
     names = {"lengths", "arrivals", "burstiness", "ideal_hit_ratio", "lru_hit_ratio", "reuse_distance"}

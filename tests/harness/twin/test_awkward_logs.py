@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiers import tier
+from tiers import cases, tier
 
 from harness.twin.configured import configured
 from harness.twin.log import EngineLog
@@ -72,7 +72,7 @@ def changes(document: Any) -> Iterator[Any]:
             yield changed
 
 
-@pytest.mark.parametrize("name", ["guidellm", "vllm-bench"])
+@cases("name", ["vllm-bench", "guidellm"], day=1)
 def test_a_document_with_one_wrong_value_is_read_or_refused_by_name(tmp_path: Path, name: str) -> None:
     document = json.loads(LOGS[name].read_text())
     found = [read(tmp_path, name, json.dumps(changed).encode()) for changed in changes(document)]

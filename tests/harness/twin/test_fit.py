@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DeviceConfig, RunConfig
@@ -168,7 +169,7 @@ def test_the_log_of_an_engine_s_queue_says_nothing_about_the_front_end() -> None
     assert {one.key for one in constants_of_log(queued, config())} == {one.key for one in CONSTANTS}
 
 
-@pytest.mark.parametrize("client", [Client(ClientKind.capped, 6, 300), Client(ClientKind.closed, 6, 300)])
+@cases("client", [Client(ClientKind.capped, 6, 300), Client(ClientKind.closed, 6, 300)], day=1)
 def test_a_log_of_a_capped_client_is_fitted_as_its_client_sent_it(client: Client) -> None:
     crowd = workload()
     rows = crowd.columns

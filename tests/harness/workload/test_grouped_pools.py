@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 from engine.core.options import GroupPages
 from harness.cli.main import main
@@ -239,8 +240,8 @@ SEVERAL = [("decoding=beam", "decoding.beam_width=4"), ("decoding=sample", "deco
 SWAP = ("scheduler.preemption=swap", "cache.host_tokens=4000", "scheduler.admit_whole_prompt=false")
 
 
-@pytest.mark.parametrize("pages", [GroupPages.uniform, GroupPages.separate, GroupPages.lcm])
-@pytest.mark.parametrize("overrides", SEVERAL)
+@cases("pages", [GroupPages.uniform, GroupPages.separate, GroupPages.lcm], day=1)
+@cases("overrides", SEVERAL, day=SEVERAL[1:])
 def test_branches_copy_shared_pages_in_a_prediction(pages: GroupPages, overrides: tuple[str, ...]) -> None:
     found = run_point(config(*TIGHT, *overrides, f"cache.groups={pages}", "replay.records=true"))
     assert found.record.outcome["simulated"]["finished"] == 12

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import cases
 
 from engine.runtime.options import Dtype
 from harness.config.compose import compose_config
@@ -151,7 +152,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("family", sorted(set(architecture.KNOWN)))
+@cases("family", sorted(set(architecture.KNOWN)), day=sorted(set(architecture.KNOWN))[::4])
 def test_without_transformers_a_shape_is_the_same_or_refused(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def test_the_optimum_is_part_of_a_point_that_asks_for_it() -> None:
     assert all(one <= two for one, two in pairwise([0, log.optimal_hit_tokens]))
 
 
+@pytest.mark.nightly
 def test_the_report_shows_each_rule_beside_the_optimum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from tiers import cases
 
 from harness.config.checks import check_config
 from harness.config.compose import compose_config, normalise
@@ -79,8 +80,13 @@ _AT_HAND = (
 )
 
 
-@pytest.mark.parametrize("store", ["written", "evicted"])
-@pytest.mark.parametrize("device", [(), _AT_HAND], ids=["h100", "at_hand"])
+@cases("store", ["written", "evicted"], day=1)
+@cases(
+    "device",
+    [(), _AT_HAND],
+    day=1,
+    ids=["h100", "at_hand"],
+)
 def test_no_fast_forward_and_no_rows_change_a_figure(store: str, device: tuple[str, ...]) -> None:
     words = ("cache.tier_tokens=20000", "cache.disk_tokens=90000", f"cache.tier_store={store}", *device)
     point = resolve(config(*words))

@@ -31,7 +31,7 @@ RECORDED = {
 CLOCK = ArrivalProcess("poisson", 1.0)
 
 
-@pytest.fixture(scope="module", params=TABLES)
+@pytest.fixture(scope="module", params=tier(TABLES[::3], TABLES))
 def generated(request: pytest.FixtureRequest) -> Trace:
     return generate_trace(request.param, num_requests=COUNT, seed=11)
 

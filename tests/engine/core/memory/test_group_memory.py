@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from core_driver import random_walk
 from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
-from tiers import tier
+from tiers import cases, tier
 
 from engine.core.errors import CoreError, OutOfBlocksError
 from engine.core.identity import KeyIdentity
@@ -33,12 +33,18 @@ SETUPS = [
 PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 bytes: chunks of 128
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=range(len(SETUPS)))
+@cases(
+    "setup",
+    SETUPS,
+    day=3,
+    ids=range(len(SETUPS)),
+)
 def test_random_walks_find_every_slot_as_it_was_written(setup: GroupSetup) -> None:
     for seed in range(SEEDS):
         random_walk(setup, seed, 120, 0.4)
 
 
+@pytest.mark.nightly
 def test_the_walks_hit_preempt_and_take_memory_from_the_other_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else they would notice nothing."""
     moved = []

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from group_driver import FULL, LATENT, STATE, WINDOW, GroupSetup, GroupSlotModel
-from tiers import tier
+from tiers import cases, tier
 
 from engine.core import Request, Scheduler, SchedulerLimits, StepResult, TokenIdentity
 from engine.core.errors import CoreError, NeverFitsError
@@ -208,8 +208,8 @@ def nested_walk(setup: GroupSetup, seed: int) -> GroupSlotModel:
     return model
 
 
-@pytest.mark.parametrize("memory", [5000, 12_000])
-@pytest.mark.parametrize("sets", [(FULL, STATE), (FULL, LATENT, STATE), (STATE, NARROW, FULL)])
+@cases("memory", [5000, 12_000], day=1)
+@cases("sets", [(FULL, STATE), (FULL, LATENT, STATE), (STATE, NARROW, FULL)], day=1)
 def test_random_prompts_hit_inside_blocks_and_read_what_was_written(
     sets: tuple[LayerSet, ...], memory: int
 ) -> None:

@@ -124,14 +124,14 @@ def price(monkeypatch, cost):
     monkeypatch.setattr(cascading, "cost_of", lambda device: cost)
 
 
-@pytest.mark.nightly  # by day the test below has it
 def test_greedy_tokens_are_those_of_torch(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
-    prompts = [[5, 9, 2, 7], [8], list(range(3, 20))]
+    prompts = [[5, 9, 2, 7], [8], list(range(3, tier(9, 20)))]
     assert serve(prompts, "triton")[0] == serve(prompts, "torch")[0]
     assert cascades == []
 
 
+@pytest.mark.nightly  # by day the test above has the engine, and `interpreted_checks.py` the cascade
 def test_a_shared_prefix_is_read_once_and_tokens_stay(cascades, monkeypatch):
     price(monkeypatch, ALWAYS)
     serve_first = [[*PREFIX, 60], *SHARED]
@@ -244,6 +244,7 @@ def test_chunks_and_single_queries_read_what_they_share_once(
     assert cascades == expected + ([(sum(several), 1)] if len(several) > 1 else [])
 
 
+@pytest.mark.nightly  # by day the test above has short chunks in the engine
 @cases(
     "options",
     [
@@ -278,7 +279,8 @@ def test_a_few_queries_over_a_long_context_read_it_in_parts(monkeypatch, lengths
     assert relative_error(out, exact) < TOLERANCE[options.get("dtype", torch.float32)]
 
 
-@cases("family", ["deepseek_v2", "deepseek_v3"], day=("deepseek_v2",))
+@pytest.mark.nightly  # by day `interpreted_checks.py` has the kernel, and `test_families.py` the engine on torch
+@pytest.mark.parametrize("family", ["deepseek_v2", "deepseek_v3"])
 def test_latent_vectors_are_decoded_by_the_kernel_with_the_tokens_of_generate(family, monkeypatch):
     ran = []
     run = triton_decode.run_decode

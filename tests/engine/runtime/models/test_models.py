@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from tiers import cases
 
 from engine.runtime.errors import ModelError
 from engine.runtime.models.spec import ModelSpec, check_model
@@ -125,6 +126,7 @@ def test_old_spelling_of_rope_scaling_is_understood(checkpoint, tmp_path):
         check_model(ModelSpec(path=path))
 
 
+@pytest.mark.nightly
 def test_gemma_4_with_the_widths_of_its_configuration_class_gives_the_tokens_of_generate(tmp_path):
     """Heads of 256 and 512 numbers, layers that share K and V, inputs of each layer; read from a checkpoint."""
     import torch
@@ -310,7 +312,7 @@ def test_a_named_backend_that_cannot_run_here_is_refused_before_weights_are_read
         llm.LLM(ModelSpec(layers=1), backend="triton", device="cpu", pool_tokens=64)
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+@cases("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], day=2)
 @pytest.mark.parametrize("kind", ["gemma4_text", "llama"])
 def test_layers_that_no_triton_kernel_serves_are_refused_before_weights_are_read(
     monkeypatch, tmp_path, kind, capability
