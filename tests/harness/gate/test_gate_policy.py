@@ -52,6 +52,7 @@ def test_equal_work_passes_and_a_seventh_more_is_found(work: Any, share: float, 
     assert policy.judge(now, new_baseline(run_of([1.0]), "test")).verdict is verdict
 
 
+@pytest.mark.nightly
 def test_what_looks_slower_is_made_and_timed_again(work: Any) -> None:
     sides = iter([(work(30), work(20)), (work(20), work(20))])
     assert max(beside.ratios_of(lambda: next(sides))) < 1.6

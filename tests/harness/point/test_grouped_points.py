@@ -149,6 +149,7 @@ def test_copied_pages_have_their_bytes_in_what_a_measured_step_is_priced_by(cach
         assert recording.features[:, AT.copied_slots].tolist() == (slots * copies).tolist()
 
 
+@pytest.mark.nightly
 @cases(
     ("made", "pages", "kv_dtype", "place"),
     [

@@ -226,6 +226,7 @@ def read_by_engine(case):
     return out
 
 
+@pytest.mark.nightly
 @cases(
     ("lengths", "queries"),
     [((150, 135, 190), (3, 7, 2)), ((131, 170, 150, 139), (1, 1, 4, 9)), ((140, 150, 193), (1, 1, 64))],
@@ -244,7 +245,7 @@ def test_chunks_and_single_queries_read_what_they_share_once(
     assert cascades == expected + ([(sum(several), 1)] if len(several) > 1 else [])
 
 
-@pytest.mark.nightly  # by day the test above has short chunks in the engine
+@pytest.mark.nightly
 @cases(
     "options",
     [
