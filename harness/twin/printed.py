@@ -2,7 +2,8 @@
 
 Server log: `vllm/v1/metrics/loggers.py`, `v1/core/kv_cache_utils.py`, `v1/engine/core.py`, `entrypoints/utils.py` of
 vLLM 0.19.0 and the same lines of 0.8.5 and 0.10.2; `sglang/srt/managers/scheduler.py` and `metrics_reporter.py` of
-SGLang 0.5.23. Its clock has whole seconds and, in vLLM, no year.
+SGLang 0.5.23. Its clock has whole seconds and, in vLLM, no year: a line half a year before the one above it is of the
+next year.
 
 vLLM's own request log (`--enable-log-requests`): `vllm/entrypoints/logger.py` and `openai/chat_completion/serving.py`
 of vLLM 0.19.0, 0.10.2 and 0.8.5. The ids of a prompt stand in `Received request` (0.10 and before, INFO) or in
@@ -54,7 +55,8 @@ _VLLM_STATE = re.compile(
     r".*?\w+ KV cache usage: (?P<kv>[\d.]+)%(?:.*?\bPrefix cache hit rate: (?P<hits>[\d.]+)%)?"
 )
 _SGLANG_STATE = re.compile(
-    r"(?:Decode|Prefill) batch.*?#running-req: (?P<running>\d+).*?#queue-req: (?P<waiting>\d+)"
+    r"(?: DP(?P<engine>\d+)\b[^\]]*\] )?(?:Decode|Prefill) batch.*?#running-req: (?P<running>\d+)"
+    r".*?#queue-req: (?P<waiting>\d+)"
 )
 _SGLANG_USE = re.compile(r"token usage: (?P<kv>[\d.]+)")
 _SAID = {  # by vLLM, of a setting
@@ -97,13 +99,14 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
     found = EngineSettings()
     states: list[tuple[float, str, list[float]]] = []
     starts: set[str] = set()
+    calendar = _Calendar()
     for line, raw in file.lines():
         with placed(file, line):
             words = _ANSI.sub("", decode(raw))
             starts |= {words.partition(mark)[2].strip() for mark in (_ARGS, "server_args=") if mark in words}
             for settings in _said(words, file.name):
                 found = settings.filled(found)
-            states += _state(words)
+            states += ((calendar.dated(at_s), engine, values) for at_s, engine, values in _state(words))
     notes = [f"{file.name}: its clock has whole seconds, and so has the series."] if states else []
     if len(starts) > 1:
         first = f"Warning: {file.name}: a server was started {len(starts)} times with different arguments; "
@@ -176,15 +179,29 @@ def _state(words: str) -> Iterator[tuple[float, str, list[float]]]:
     elif state := _SGLANG_STATE.search(words):
         use = _SGLANG_USE.search(words)
         values = [float(state["running"]), float(state["waiting"]), float(use["kv"]) if use else np.nan, 0.0]
-        yield _seconds(words, "the engine's state", _SGLANG_TIME)[0], "0", values
+        yield _seconds(words, "the engine's state", _SGLANG_TIME)[0], state["engine"] or "0", values
 
 
+YEAR_S = 366 * 86_400.0  # of 2000, in which a date without a year is put: from its last day to its first one
 _VLLM_TIME = re.compile(r"\b(?:INFO|WARNING|DEBUG|ERROR) (\d\d-\d\d \d\d:\d\d:\d\d)()")
 _SGLANG_TIME = re.compile(r"\[(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)()")
 _REQUEST_TIMES = (
     re.compile(r"\b(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d+))?"),
     re.compile(r"\b(\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,](\d+))?"),
 )
+
+
+class _Calendar:
+    """Puts the times of lines, which may name no year, into their order over the end of a year."""
+
+    def __init__(self) -> None:
+        self._last = self._years_s = 0.0
+
+    def dated(self, at_s: float) -> float:
+        """The time of the next line."""
+        self._years_s += YEAR_S * (at_s + self._years_s < self._last - YEAR_S / 2)
+        self._last = at_s + self._years_s
+        return self._last
 
 
 def _seconds(words: str, what: str, *forms: re.Pattern[str]) -> tuple[float, bool]:
@@ -249,11 +266,11 @@ def read_vllm_requests(file: SourceFile) -> tuple[RequestLog, dict[str, tuple[in
     """The requests whose chunks were logged, and the prompts of all requests by their id. Raises TraceError."""
     log = RequestLog("vLLM's request log", file)
     found: dict[str, _Open] = {}
-    fractions = False
+    fractions, calendar = False, _Calendar()
     for line, raw in file.lines():
         with placed(file, line):
-            for name, at_s, has_fraction, ids, tokens in _events(decode(raw)):
-                fractions |= has_fraction
+            for name, said_s, has_fraction, ids, tokens in _events(decode(raw)):
+                fractions, at_s = fractions | has_fraction, calendar.dated(said_s)
                 request = found.setdefault(name, _Open(at_s, line))
                 request.prompt = ids or request.prompt
                 if tokens:

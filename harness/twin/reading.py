@@ -22,6 +22,7 @@ from harness.twin.client import BoolArray, LogClient, client_of
 from harness.twin.exports import BENCH_KEYS, PLAIN_COLUMNS
 from harness.twin.inferred import with_ceilings
 from harness.twin.log import WRITTEN_TWICE, EngineLog, IntArray, LoggedRequests, Timeseries
+from harness.twin.printed import YEAR_S
 from harness.twin.probe_log import read_probe
 from harness.twin.rows import LATEST_S, LoggedRequest, RequestLog, placed
 from harness.twin.scrape import SERIES_COLUMNS, read_series
@@ -440,7 +441,9 @@ def _on_clock(
     low, high = first - float(series.at_s[-1]), last - float(series.at_s[0])
     ways = [np.linspace(low, high, min(_MOST_SHIFTS, int((high - low) / _COARSE_S) + 2))]
     if wall_s is not None and series.began_s is not None:
-        start, end = series.began_s - wall_s[1], series.began_s - wall_s[0]
+        # neither date has a year: from the last day of one to the first of the next it is one day
+        start = (series.began_s - wall_s[1] + YEAR_S / 2) % YEAR_S - YEAR_S / 2
+        end = start + wall_s[1] - wall_s[0]
         here = np.linspace(start, end, int((end - start) / _COARSE_S) + 2)
         zoned = [np.add.outer(_ZONE_S * np.arange(-zones, zones + 1), here).ravel() for zones in (0, _ZONES)]
         ways = [way[(low <= way) & (way <= high)] for way in (*zoned, *ways)]

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+from datetime import datetime
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.twin.reading import EngineLogError, read_engine_log
@@ -321,3 +323,41 @@ def test_a_pool_in_blocks_of_an_unknown_size_is_not_lost() -> None:
     both = EngineSettings(pool_blocks=4096, block_size=32).overrides()
     assert "cache.pool_tokens=131072" in both
     assert not any(word.startswith("cache.pool_blocks") for word in both)
+
+
+STATE = "INFO {} [loggers.py:259] Engine 000: Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 "
+STATE += (
+    "tokens/s, Running: {} reqs, Waiting: 0 reqs, GPU KV cache usage: 3.0%, Prefix cache hit rate: 0.0%\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("arrival", "seconds", "running"),
+    [("2025-12-31 23:59:55", 20, [0, 0, 1, 1, 0]), ("2026-01-01 00:00:05", 10, [0, 0, 0, 1, 0])],
+)
+def test_a_log_over_the_end_of_a_year_keeps_its_order(
+    tmp_path: Path, arrival: str, seconds: int, running: list[int]
+) -> None:
+    """vLLM's clock names no year: the first minute of January is behind the last one of December."""
+    times = ["12-31 23:59:40", "12-31 23:59:50", "01-01 00:00:00", "01-01 00:00:10", "01-01 00:00:20"]
+    states = zip(times, running, strict=True)
+    (tmp_path / "server.log").write_text("".join(STATE.format(*each) for each in states))
+    start = datetime.fromisoformat(f"{arrival}+00:00").timestamp()
+    row = f"{start},5,20,{start + 0.5},{start + seconds}\n"
+    (tmp_path / "requests.csv").write_text(CSV.splitlines()[0] + "\n" + row)
+    log = read_engine_log(tmp_path)
+    assert log.series is not None, log.notes
+    assert log.series.running.tolist() == running
+    assert np.diff(log.series.at_s).tolist() == pytest.approx([10] * 4)
+
+
+def test_the_ranks_of_sglangs_data_parallelism_are_added_up(tmp_path: Path) -> None:
+    line = "[2026-11-20 14:03:0{} DP{} TP{}] Decode batch. #running-req: {}, token usage: {}, #queue-req: 1\n"
+    states = [(0, 0, 0, 5, 0.2), (0, 1, 1, 7, 0.4), (4, 0, 0, 6, 0.2), (4, 1, 1, 8, 0.4)]
+    (tmp_path / "server.log").write_text("".join(line.format(*each) for each in states))
+    (tmp_path / "requests.csv").write_text(CSV)
+    series = read_engine_log(tmp_path).series
+    assert series is not None
+    assert (series.running.tolist(), series.waiting.tolist()) == ([12, 14], [2, 2])
+    assert series.kv_use is not None
+    assert series.kv_use.tolist() == pytest.approx([0.3, 0.3])

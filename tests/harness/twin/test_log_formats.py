@@ -524,3 +524,13 @@ def test_a_byte_that_is_no_text_is_named_by_its_line(tmp_path: Path, path: Path)
     middle = len(raw) // 2
     copy.write_bytes(raw[:middle] + b"\xff" + raw[middle + 1 :])
     assert f"{copy}:{raw[:middle].count(10) + 1}: line: not UTF-8" in refusal(copy)
+
+
+def test_a_chat_over_the_end_of_a_year_is_one_of_seconds(tmp_path: Path) -> None:
+    text = chat("a", "12-31 23:59:59.5", [1, 2], ["12-31 23:59:59.9", "01-01 00:00:00.5"])
+    text += chat("b", "01-01 00:00:01.0", [1, 2, 3], ["01-01 00:00:01.5", "01-01 00:00:02.0"])
+    (tmp_path / "requests.log").write_text(text.replace("11-20 14:02:", ""))
+    times = read_engine_log(tmp_path).requests
+    assert times.prompt_tokens.tolist() == [2, 3]
+    assert times.arrival_s.tolist() == pytest.approx([0.0, 1.5])
+    assert times.last_token_s.tolist() == pytest.approx([1.0, 2.5])
