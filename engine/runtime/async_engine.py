@@ -132,12 +132,17 @@ class EngineThread:
             while self._take_commands():
                 outputs = self._engine.step()
                 items = [(self._number_of(output), output) for output in outputs]
-                self._deliver(Delivery([*items], self._engine.counters))
+                self._hand_on([*items])
                 self._observe()
         except Exception as error:
             ended = error
         self._forms.shutdown(wait=False, cancel_futures=True)
-        self._deliver(Delivery([], self._engine.counters, ended))
+        self._hand_on([], ended)
+
+    def _hand_on(self, items: list[tuple[int, _Item]], ended: Exception | None = None) -> None:
+        """Deliver, with counters that later steps do not change: who takes them may be late."""
+        counters = self._engine.counters
+        self._deliver(Delivery(items, replace(counters, finished=counters.finished.copy()), ended))
 
     def _number_of(self, output: RequestOutput) -> int:
         """The stream of an output; -1: its client has gone."""
@@ -195,7 +200,7 @@ class EngineThread:
                 raise ready
             self._engine.add_request(request_id, ready, params, priority=priority, cache_salt=salt)
         except Exception as error:
-            self._deliver(Delivery([(number, error)], self._engine.counters))
+            self._hand_on([(number, error)])
         else:
             self._streams[request_id] = number
 

@@ -29,7 +29,7 @@ class RequestMetrics:
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
-    gap_s: float | None = None  # between the last two steps with tokens
+    gaps_s: list[float] = field(default_factory=list)  # between steps with tokens, since the last output
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     output_tokens: int = 0  # of all sequences
@@ -45,7 +45,7 @@ class RequestMetrics:
         if self.first_token_s is None or self.last_token_s is None:
             self.first_token_s = now_s
         else:
-            self.gap_s = now_s - self.last_token_s
+            self.gaps_s.append(now_s - self.last_token_s)
         self.last_token_s = now_s
 
     @property
@@ -326,8 +326,9 @@ class RequestState:
         scored: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:
             scored = [None, *self._named(self.generation.prompt_logprobs)]
+        metrics, self.metrics.gaps_s = replace(self.metrics), []  # a copy: the next steps go on with these
         return RequestOutput(
-            self.request_id, self.prompt, self.prompt_ids, outputs, finished, self.metrics, self.error, scored
+            self.request_id, self.prompt, self.prompt_ids, outputs, finished, metrics, self.error, scored
         )
 
     def _beams(self, finished: bool, reason: FinishReason | None) -> list[CompletionOutput]:

@@ -270,7 +270,8 @@ async def events(
 ) -> AsyncGenerator[str, None]:
     """Server-sent events of a stream. After the first event, an error ends the stream with a body that names it."""
     ends: dict[int, RequestOutput] = {}
-    opened: set[int] = set()
+    # by opened sequence: the characters of the tokens whose log-probabilities it has shown
+    shown: dict[int, int] = {}
     generated: dict[int, int] = {}  # tokens of all sequences of a prompt so far
     always = asked.include_usage and asked.continuous_usage_stats
 
@@ -281,12 +282,15 @@ async def events(
         usage = usage_of([output], lambda _: generated.get(number, 0)) if always else None
         for one in output.outputs:
             index = number * width + one.index
-            opens = index not in opened
-            opened.add(index)
+            opens = index not in shown
             if envelope.chat and opens:
                 first_body = envelope.body([envelope.opening(index)], None, chunk=True)
                 bodies.append(first_body | envelope.prompt_fields(output))
             choice = envelope.choice(output, one, index, chunk=True, opens=opens)
+            before, scores = shown.setdefault(index, 0), choice["logprobs"] or {}
+            if "text_offset" in scores:  # which go on from chunk to chunk, as in vLLM
+                scores["text_offset"] = [before + place for place in scores["text_offset"]]
+                shown[index] += sum(map(len, scores["tokens"]))
             bodies.append(envelope.body([choice], usage, chunk=True))
         if output.finished:
             ends[number] = output

@@ -66,6 +66,11 @@ class ApiKeys:
 OutputStream = AsyncGenerator[answers.NumberedOutput, None]
 
 
+def _wrong(field: str, reason: str) -> answers.ServeError:
+    """The client's error in a field of its request."""
+    return answers.ServeError(400, f"{field}: {reason}", param=field)
+
+
 @dataclass
 class Server:
     """The state that all handlers share."""
@@ -107,11 +112,8 @@ class Server:
         runs = not isinstance(body, TokenizeRequest) and body.truncate_prompt_tokens is None
         most = longest * self.longest_token * (1 if runs else CUT)
         if len(text) > most:
-            raise answers.ServeError(
-                400,
-                f"{field}: {len(text):,} characters; allowed are {most:,}, for {longest:,} tokens at most",
-                param=field,
-            )
+            allowed = f"allowed are {most:,}, for {longest:,} tokens at most"
+            raise _wrong(field, f"{len(text):,} characters; {allowed}")
 
     def card(self) -> dict[str, Any]:
         """The model in OpenAI's form."""
@@ -131,33 +133,18 @@ class Server:
         """Complete the prompts, as a whole answer or as a stream."""
         self.check_model(body.model)
         if not prompts:
-            raise answers.ServeError(400, "prompt: at least one is needed", param="prompt")
+            raise _wrong("prompt", "at least one is needed")
         if len(prompts) > self.most_requests:
-            raise answers.ServeError(
-                400,
-                f"prompt: {len(prompts)} prompts; this server takes {self.most_requests} at once",
-                param="prompt",
-            )
+            raise _wrong("prompt", f"{len(prompts)} prompts; this server takes {self.most_requests} at once")
         if body.priority and not self.engine.facts.uses_priority:
-            raise answers.ServeError(
-                400,
-                f"priority: {body.priority} says nothing to this server; start it with scheduler.policy=priority",
-                param="priority",
-            )
+            reason = "says nothing to this server; start it with scheduler.policy=priority"
+            raise _wrong("priority", f"{body.priority} {reason}")
         params = body.sampling_params(self.defaults)
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
         envelope = answers.Envelope(self.model, is_chat, self.engine.facts.tokenizer, options)
-        stream = self._counted(
-            answers.merged(
-                self.engine,
-                f"http-{uuid.uuid4().hex}",
-                prompts,
-                params,
-                priority=body.priority,
-                cache_salt=body.cache_salt or "",
-            ),
-            len(prompts),
-        )
+        name, salt = f"http-{uuid.uuid4().hex}", body.cache_salt or ""
+        outputs = answers.merged(self.engine, name, prompts, params, priority=body.priority, cache_salt=salt)
+        stream = self._counted(outputs, len(prompts))
         if not body.stream:
             done = await answers.unless_disconnected(request, _collect(stream))
             return JSONResponse(_whole(envelope, done, params.width))

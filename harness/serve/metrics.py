@@ -109,9 +109,8 @@ class ServerMetrics:
             self._steps = counters.steps
             self._step_tokens.observe(counters.step_tokens)
         for output in outputs:
-            metrics = output.metrics
-            if metrics.gap_s is not None and output.outputs:
-                self._itl.observe(metrics.gap_s)
+            for gap_s in output.metrics.gaps_s:
+                self._itl.observe(gap_s)
             if output.finished:
                 self._observe_end(output)
 

@@ -109,3 +109,25 @@ def test_beside_a_thread_the_process_is_no_fork():
         assert type(process).__name__ == "SpawnProcess"
     over.set()
     assert process.exitcode == 0  # it ends where no engine comes
+
+
+def test_what_a_step_counted_stays_as_it_was_while_it_waits_to_be_sent():
+    import torch
+
+    from engine.runtime.async_engine import Add, EngineThread
+    from engine.runtime.models.load import load_model
+    from engine.runtime.models.spec import ModelSpec
+    from engine.runtime.params import OutputKind, SamplingParams
+
+    torch.set_num_threads(1)
+    engine = build_engine(load_model(ModelSpec(kv_heads=2, **SHAPE)))
+    thread, waiting = EngineThread(engine), []
+    params = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0, output_kind=OutputKind.DELTA)
+    thread.put(Add(0, "one", [1, 2, 3], params, 0, ""))
+    thread.start(waiting.append)
+    assert wait_until(lambda: any(output.finished for one in list(waiting) for _, output in one.items))
+    thread.stop()
+    steps = [one for one in waiting if one.items]
+    assert [one.counters.steps for one in steps] == [1, 2, 3, 4, 5]
+    assert [one.counters.finished["length"] for one in steps] == [0, 0, 0, 0, 1]
+    assert [len(output.metrics.gaps_s) for one in steps for _, output in one.items] == [0, 1, 1, 1, 1]

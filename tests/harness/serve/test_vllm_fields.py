@@ -106,6 +106,28 @@ def test_token_ids_come_back_in_a_stream(address, engine):
     assert sum(len(one["token_ids"]) for one in (first, *rest)) == 4
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_the_chunks_of_a_stream_go_on_with_the_places_of_their_tokens(address, echo):
+    import json
+
+    asked = {
+        "prompt": "the cat",
+        "max_tokens": 5,
+        "ignore_eos": True,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": echo,
+    }
+    body = asked | {"stream": True}
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+    chunks = [line["choices"][0]["logprobs"]["text_offset"] for line in lines]
+    assert len(chunks) > 1
+    assert [place for chunk in chunks for place in chunk] == choice(address, **asked)["logprobs"][
+        "text_offset"
+    ]
+
+
 def test_tokens_can_be_called_by_their_ids(address):
     found = choice(address, logprobs=1, return_tokens_as_token_ids=True, return_token_ids=True)
     assert found["logprobs"]["tokens"] == [f"token_id:{token}" for token in found["token_ids"]]
@@ -277,16 +299,45 @@ def test_gauges_are_right_when_the_last_client_has_gone(address, engine, monkeyp
         assert [float(value) for key, value in gauges.items() if key.startswith(f"vllm:{name}{{")] == [0.0]
 
 
+def values_of(address):
+    """The figures of the page of metrics, by name."""
+    text = httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+    return {key.partition("{")[0].removeprefix("vllm:"): float(value) for key, value in lines.items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_gap_between_tokens_counts_once_streamed_or_not(address, engine, stream):
+    asked = {"prompt": "the dog", "max_tokens": 7, "ignore_eos": True, "temperature": 0, "stream": stream}
+    before, steps = values_of(address), engine.counters.steps
+    assert post(address, "/v1/completions", **asked).status_code == 200
+    count, ends = "inter_token_latency_seconds_count", "e2e_request_latency_seconds_count"
+    assert wait_until(lambda: values_of(address)[ends] == before[ends] + 1)
+    found = values_of(address)
+    assert found[count] - before[count] == 6
+    counted = found["iteration_tokens_total_count"] - before["iteration_tokens_total_count"]
+    assert counted == engine.counters.steps - steps
+
+
+def test_a_request_that_is_ended_early_counts_its_last_gap_once(address, engine):
+    count = "inter_token_latency_seconds_count"
+    before, aborted = values_of(address)[count], engine.counters.finished["abort"]
+    body = {"prompt": "the cat", "max_tokens": 100, "stream": True, "ignore_eos": True}
+    made = engine.counters.generation_tokens
+    with httpx.stream("POST", f"{address}/v1/completions", json=body, timeout=PATIENCE_S) as answer:
+        next(answer.iter_lines())
+    assert wait_until(
+        lambda: engine.counters.finished["abort"] > aborted or not engine.has_unfinished_requests
+    )
+    assert wait_until(
+        lambda: values_of(address)[count] == before + engine.counters.generation_tokens - made - 1
+    )
+
+
 def test_metrics_know_the_phases_of_requests_and_the_tokens_of_steps(address, engine):
     choice(address)
-
-    def values():
-        text = httpx.get(f"{address}/metrics", timeout=PATIENCE_S).text
-        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
-        return {key.partition("{")[0].removeprefix("vllm:"): float(value) for key, value in lines.items()}
-
-    assert wait_until(lambda: values()["request_decode_time_seconds_count"] > 0)
-    found = values()
+    assert wait_until(lambda: values_of(address)["request_decode_time_seconds_count"] > 0)
+    found = values_of(address)
     for name in ("request_prefill_time_seconds", "request_inference_time_seconds"):
         assert found[f"{name}_count"] == found["request_decode_time_seconds_count"]
     assert found["iteration_tokens_total_count"] <= engine.counters.steps
