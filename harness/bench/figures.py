@@ -65,13 +65,8 @@ def _roof(panel: "Axes", limits: "Ceilings", least: float, most: float) -> None:
     heights = [min(limits.matmul_flop_s, point * limits.read_bytes_s) / 1e12 for point in points]
     panel.plot(points, heights, color=GREY, label="read, matmul ceiling")
     ridge = limits.matmul_flop_s / limits.copy_bytes_s
-    panel.plot(
-        [low, ridge],
-        [point * limits.copy_bytes_s / 1e12 for point in (low, ridge)],
-        color=GREY,
-        linestyle=":",
-        label="copy ceiling",
-    )
+    heights = [point * limits.copy_bytes_s / 1e12 for point in (low, ridge)]
+    panel.plot([low, ridge], heights, color=GREY, linestyle=":", label="copy ceiling")
 
 
 def draw_block_sizes(table: "pd.DataFrame") -> Picture:

@@ -226,7 +226,7 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
     if few or best is None:
         verdict = f"{name} does not matter here" if few else f"No {short_label(key)} is the best everywhere"
         choice = Choice(name, "any", "", f"no difference in {_LATENCY_WORDS} beyond {limit}")
-    elif best[1].sure and abs(log(best[1].middle)) > _SAME:
+    elif best[1].low > 1 and log(best[1].middle) > _SAME:  # points that failed can rank another value first
         verdict = f"{name} {best[0]} is best: the next best has {best[1]} its normalized latency"
         choice = Choice(
             name, f"{best[0]}", best[1].number, f"{_LATENCY_WORDS} with the next best", best[1].band

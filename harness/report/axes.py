@@ -108,6 +108,21 @@ def leaves(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", tuple(value) if isinstance(value, list) else value
 
 
+# Where files lie and how a sweep is reported: nothing that two sweeps differ in.
+_ELSEWHERE = ("report.", "cost.cache_dir", "cost.recalibrate", "replay.compiled", "oracle.python")
+
+
+def differing(one: PointRecord, other: PointRecord) -> set[str]:
+    """The settings in which two points differ; a named choice (a device) stands for all that follows from it."""
+    mine, theirs = (dict(leaves(record.config)) for record in (one, other))
+    known = mine.keys() & theirs.keys() - _NOT_SETTINGS
+    found = {key for key in known if mine[key] != theirs[key] and not key.startswith(_ELSEWHERE)}
+    if not found and one.trace.get("digest") != other.trace.get("digest"):
+        return {"the requests of the trace"}
+    named = {key for key in found if key.endswith(".name")}
+    return {key for key in found if key in named or f"{key.partition('.')[0]}.name" not in named}
+
+
 def label(key: str) -> str:
     """The axis label of a setting."""
     return LABELS.get(key, key)

@@ -16,7 +16,7 @@ from harness.metrics.record import PointRecord
 from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
 from harness.report import numbers
 from harness.report.answers import Answer, Choice, Pair, answers, differs, value
-from harness.report.axes import find_axes, plain_words
+from harness.report.axes import differing, find_axes, plain_words
 from harness.report.study import ReportError, Study, read_study
 
 
@@ -395,7 +395,8 @@ CHANGE_HEAD = ["metric", "change, median", "95 % interval", "changed beyond the 
 def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
     """What changed from the store `against` to the store `root`, and the largest changes in words.
 
-    Points are matched by their settings. Measured values are used where both points were measured.
+    Points are matched by the settings that tell them apart in their sweep; a sentence names what else they differ in.
+    Measured values are used where both points were measured, and points of which one was are left out.
 
     Raises:
         ReportError: a store has no point, or the two have no point in common.
@@ -406,10 +407,13 @@ def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
     if not pairs:
         reason = f"{root} and {against} have no point in common: their settings differ at every point"
         raise ReportError(reason)
-    found = [_changed(name, pairs) for name in dict.fromkeys(("request_throughput", *HEADLINE))]
-    matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}."
+    alike = [pair for pair in pairs if bool(pair[0].measured) == bool(pair[1].measured)]
+    found = [_changed(name, alike) for name in dict.fromkeys(("request_throughput", *HEADLINE))]
+    differ = ", ".join(sorted(set[str]().union(*(differing(*pair) for pair in pairs))))
+    matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}"
+    matched += f", but for {differ}." if differ else "."
     before = [f"{against}: {line}" for line in beside_figures([*known.values()])]
-    return [one for one in found if one is not None], [matched, *before, *_largest(pairs)]
+    return [one for one in found if one is not None], [matched, *before, *_largest(alike)]
 
 
 def change_lines(root: Path, against: Path) -> list[str]:
@@ -430,13 +434,12 @@ def _change(name: str, pair: Pair) -> float | None:
 
 
 def _changed(name: str, pairs: Sequence[Pair]) -> Change | None:
-    alike = [pair for pair in pairs if bool(pair[0].measured) == bool(pair[1].measured)]
-    found = [change for pair in alike if (change := _change(name, pair)) is not None]
+    found = [change for pair in pairs if (change := _change(name, pair)) is not None]
     if not found:
         return None
     low, high = median_interval(found) or (min(found), max(found))
-    clear = sum(differs(*pair, name) for pair in alike)
-    side = "measured" if any(pair[0].measured for pair in alike) else "predicted"
+    clear = sum(differs(*pair, name) for pair in pairs)
+    side = "measured" if any(pair[0].measured for pair in pairs) else "predicted"
     return Change(METRICS[name], median(found), low, high, clear, len(found), side)
 
 

@@ -498,20 +498,14 @@ def _values(record: PointRecord) -> list[dict[str, Any]]:
     measured, predicted = kernel.get("measured_mean_s"), kernel.get("predicted_mean_s")
     ratio = predicted / measured if measured and predicted is not None else None
     found = []
-    sides: tuple[tuple[str, Side], ...] = (("predicted", "simulated"), ("measured", "measured"))
-    for side, key in sides:
+    sides: tuple[tuple[str, Side, float | None], ...]
+    sides = ("predicted", "simulated", None), ("measured", "measured", ratio)
+    for side, key, shown in sides:
         seconds, load, per_slot = (record.value(name, key) for name in (_TIME, _LOAD, _PER_SLOT))
         if load is None and seconds and per_slot:
             load = seconds / per_slot  # records without the metric of the load hold it as this quotient
         if seconds is not None and load is not None:
-            found.append(
-                {
-                    "side": side,
-                    "kv_slots": load,
-                    "seconds": seconds,
-                    "ratio": ratio if side == "measured" else None,
-                }
-            )
+            found.append({"side": side, "kv_slots": load, "seconds": seconds, "ratio": shown})
     return found
 
 

@@ -329,13 +329,8 @@ def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
     sizes = sorted(found[BLOCK].astype(float).unique())
     if name == "tail_waste":
         line = np.linspace(min(sizes), max(sizes), 50)
-        panel.plot(
-            line,
-            [expected_tail_waste(size) for size in line],
-            color="#444444",
-            linestyle="--",
-            label="(B − 1) / 2",
-        )
+        expected = [expected_tail_waste(size) for size in line]
+        panel.plot(line, expected, color="#444444", linestyle="--", label="(B − 1) / 2")
     x = found[BLOCK].astype(float)
     panel.plot(
         x * 0.98, scale * found["simulated"], "D", color=PALETTE[0], markerfacecolor="none", label="predicted"

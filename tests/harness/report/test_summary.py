@@ -1,5 +1,6 @@
 """The Markdown summary, and what changed between two stores."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from synthetic_store import write_point, write_store
 from harness.cli.main import main
 from harness.report import ReportError
 from harness.report.verdict_text import change_lines, changes, summary_markdown
+from harness.store.manifest import read_manifest, write_manifest
 
 POINTS = [{"cache.policy": "paged", "cache.block_size": size} for size in (8, 16, 32)]
 
@@ -65,3 +67,36 @@ def test_the_summary_begins_with_the_verdict_and_holds_the_answers(tmp_path: Pat
     text = summary_markdown(write_store(tmp_path, POINTS))
     assert text.startswith("## PageTwin: synthetic")
     assert text.index("Can the prediction be trusted?") < text.index("Which block size is best?")
+
+
+def test_what_two_stores_differ_in_beside_their_points_is_named(tmp_path: Path) -> None:
+    """They are matched by what was swept. All else may differ, and the change is then none of the code."""
+    points = [
+        {**point, "device.name": "h200", "device.tflops": 989.5, "workload.num_requests": 9}
+        for point in POINTS
+    ]
+    for folder, those in (("new", points), ("old", POINTS)):
+        write_store(tmp_path / folder, those)
+        manifest = read_manifest(tmp_path / folder)
+        swept = [replace(one, overrides=one.overrides[:2]) for one in manifest.points]
+        write_manifest(tmp_path / folder, replace(manifest, points=tuple(swept)))
+    said = "\n".join(change_lines(tmp_path / "new", tmp_path / "old"))
+    wanted = "3 of 3 points have the settings of a point of"
+    assert f"{wanted} {tmp_path / 'old'}, but for device.name, workload.num_requests." in said
+    assert f"{wanted} {tmp_path / 'old'}." in "\n".join(change_lines(tmp_path / "old", tmp_path / "old"))
+
+
+def test_another_trace_under_the_same_settings_is_named(tmp_path: Path) -> None:
+    for folder, digest in (("new", "a"), ("old", "b")):
+        for point in POINTS:
+            write_point(tmp_path / folder, point, comparison=[row(1.0)], trace={"digest": digest})
+    assert "but for the requests of the trace." in "\n".join(change_lines(tmp_path / "new", tmp_path / "old"))
+
+
+def test_a_measured_point_is_not_set_against_a_predicted_one(tmp_path: Path) -> None:
+    new, old = store(tmp_path / "new", 20.0), tmp_path / "old"
+    for point in POINTS:
+        write_point(old, point, measure=False, comparison=[row(10.0) | {"measured": None}])
+    rows, said = changes(new, old)
+    assert rows == []
+    assert not any("throughput" in line for line in said)
