@@ -155,3 +155,12 @@ def test_the_example_passes_with_the_baselines_beside_it(pytester, monkeypatch):
     slower_by(monkeypatch, 0.0)
     shutil.copytree(EXAMPLE, pytester.path, dirs_exist_ok=True)
     assert run(pytester, "--gate").ret == 0
+
+
+def test_accepting_one_file_keeps_what_was_accepted_of_the_others(accepted, monkeypatch):
+    other = accepted.makepyfile(test_other=TEST.replace("test_work", "test_more"))
+    assert run(accepted, str(other), "--gate-update", "--gate-reason", "one more").ret == 0
+    kept = json.loads((accepted.path / "gate-baselines" / "latency.json").read_text())
+    assert sorted(kept["cases"]) == ["test_more", "test_work"]
+    slower_by(monkeypatch, 0.2)
+    assert run(accepted, "--gate").ret == 1
