@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from harness.gate.settings import GateSettings
     from harness.workload.deployment import Deployment
 
+_BUDGET_S = 120.0  # of a calibration
 _SERVE = """\
 The model, the pool and the limits come from the same keys as everywhere, e.g.
   python -m harness serve model.path=/models/llama cache.block_size=32 scheduler.max_running=128
@@ -207,49 +208,45 @@ def _answer(results: "list[LayerResult]", page: str | None) -> int:
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--budget",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="about how long it may take; default: 120",
-    )
+    budget = f"about how long it may take; default: {_BUDGET_S:g}"
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help=budget)
     parser.add_argument("--no-grid", action="store_true", help="leave out the grid that cost=table needs")
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, measure nothing")
-    parser.add_argument(
-        "--from-log",
-        metavar="FOLDER",
-        help="fit a device to the log of an engine that ran on it, and measure nothing here; see twin --help",
-    )
+    log = "fit a device to the log of an engine that ran on it, and measure nothing here; see twin --help"
+    parser.add_argument("--from-log", metavar="FOLDER", help=log)
     parser.add_argument("--first", type=int, metavar="N", help="--from-log: requests to fit (a quarter)")
-    parser.add_argument(
-        "--out",
-        metavar="FILE",
-        help="--from-log: where the device is written; default: results/devices/NAME.yaml",
-    )
+    out = "--from-log: where the device is written; default: results/devices/NAME.yaml"
+    parser.add_argument("--out", metavar="FILE", help=out)
 
 
 def _run_calibrate(arguments: Arguments) -> int:
     """Calibrate and print; returns the exit code."""
-    if arguments.flags.from_log:
+    flags, budget_s = arguments.flags, arguments.flags.budget
+    with_log, without = ("first", "out"), ("budget", "no_grid")
+    unread = [name for name in (without if flags.from_log else with_log) if getattr(flags, name)]
+    if unread:
+        reason = "measures nothing here" if flags.from_log else "is needed: a calibration fits its own steps"
+        raise UserError(f"calibrate: --{unread[0].replace('_', '-')}: --from-log {reason}")
+    if flags.from_log:
         from harness.cli.twin import calibrate_from_log
 
         return calibrate_from_log(arguments)
-    if not arguments.flags.budget >= 1:  # nan is refused too
-        raise UserError(f"calibrate: --budget is {arguments.flags.budget:g}, must be at least 1 second")
+    budget_s = _BUDGET_S if budget_s is None else budget_s
+    if not budget_s >= 1:  # nan is refused too
+        raise UserError(f"calibrate: --budget is {budget_s:g}, must be at least 1 second")
     from harness.workload.deployment import deployment_of
 
     deployment = deployment_of(calibrated_config(arguments.overrides))
-    if arguments.flags.dry_run:
-        return _dry_run(deployment, arguments.flags.budget)
+    if flags.dry_run:
+        return _dry_run(deployment, budget_s)
     from harness.calibrate.run import calibrate
     from harness.calibrate.store import calibration_path
 
     found = calibrate(
         deployment,
         _progress,
-        budget_s=arguments.flags.budget,
-        grid=not (arguments.flags.no_grid or deployment.engine.on_vllm),
+        budget_s=budget_s,
+        grid=not (flags.no_grid or deployment.engine.on_vllm),
     )
     _print_errors(found)
     say(f"kept in {calibration_path(deployment)}")

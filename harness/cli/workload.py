@@ -72,7 +72,8 @@ def _add_capacity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", type=float, default=0.02, help="share at which a search stops; default: 0.02"
     )
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=list(SIZES), help="for --find block")
+    sizes = f"for --find block; default: {' '.join(map(str, SIZES))}"
+    parser.add_argument("--block-sizes", type=int, nargs="+", metavar="N", help=sizes)
     add_out(parser, "results/capacity")
 
 
@@ -81,6 +82,8 @@ def _run_capacity(arguments: Arguments) -> int:
     flags = arguments.flags
     if flags.seeds < 1 or not 0 < flags.precision < 1:
         raise UserError("capacity: --seeds must be at least 1, --precision between 0 and 1")
+    if flags.block_sizes and flags.find != "block":
+        raise UserError("--block-sizes: only --find block tries several; the one size is cache.block_size=N")
     from harness.capacity import curve
     from harness.capacity.case import LoadCase
     from harness.capacity.page import CapacityStudy, answer_text, notes, rate_words, write_study
@@ -122,7 +125,7 @@ def _answer(case: "LoadCase", flags: argparse.Namespace) -> "CapacityAnswer":
         )
     if flags.find == "pool":
         return smallest_pool(case, flags.seeds, remark)
-    return best_block_size(case, flags.block_sizes, flags.seeds, flags.precision, remark)
+    return best_block_size(case, flags.block_sizes or SIZES, flags.seeds, flags.precision, remark)
 
 
 def _simulation(words: Sequence[str], command: str) -> "RunConfig":

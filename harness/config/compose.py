@@ -49,7 +49,10 @@ _WIDE = (TraceFormat.auto, TraceFormat.simple, TraceFormat.pagetwin)
 
 CPU = "cpu"
 # Models of `conf/model/` with random weights, made for the CPU.
-TOY_MODELS = ("tiny-llama", "small-llama", "tiny-gpt2", "tiny-opt", "tiny-qwen3")
+TOY_MODELS = (
+    *("tiny-llama", "small-llama", "tiny-gpt2", "tiny-opt", "tiny-qwen3"),
+    *("tiny-gemma2", "tiny-qwen3-next"),
+)
 
 # key: (values that the files of conf/ hold for a toy model on the CPU, value for a real deployment). A server takes
 # whole requests, fills the device's memory with KV, and has the limits that vLLM's `serve` has on a large GPU.
@@ -175,6 +178,10 @@ def _parts(config: RunConfig) -> Iterable[tuple[object, str, str]]:
         (built and experts, "model", "expert_intermediate shared_intermediate"),
         (experts, "model", "expert_skew experts_only"),
         (model.weight_dtype is WeightDtype.int4, "model", "weight_group"),
+        (experts, "device", "expert_parallel"),
+        (not priced, "device", "tables_attention tables_dense"),
+        (config.measure, "decoding", "temperature"),
+        (config.measure, "replay", "repeats"),
         (model.path or model.state_layers, "cache", "states state_every"),
         (config.scheduler.preemption is not Preemption.recompute, "cache", "host_tokens"),
         (config.cache.policy is CachePolicy.paged, "scheduler", "preemption"),

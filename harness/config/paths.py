@@ -160,15 +160,8 @@ class CheckpointFile:
     @property
     def dtype(self) -> Any:
         """The element type of the weights as it is written, without the prefix `torch.`; None where nothing is said."""
-        found = next(
-            (
-                part[key]
-                for part in (self.whole, self.text)
-                for key in ("dtype", "torch_dtype")
-                if part.get(key)
-            ),
-            None,
-        )
+        said = (part.get(key) for part in (self.whole, self.text) for key in ("dtype", "torch_dtype"))
+        found = next(filter(None, said), None)
         if found == "auto":
             return None
         return found.removeprefix("torch.") if isinstance(found, str) else found

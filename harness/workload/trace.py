@@ -287,6 +287,13 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
         ConfigError: new arrivals need a mean rate, and the trace has none.
     """
     mode, replay = config.replay.mode, config.replay
+    paused = traffic_of(config, trace.header.client).turns and any(trace.columns.values("think_us"))
+    if paused and config.workload.request_rate is not None:
+        sentence = (
+            "turns wait for answers and pause as long as recorded: fewer requests/s come than times were scaled to, "
+            "until as many conversations are under way as that rate has"
+        )
+        return trace.changed(trace.requests, sentence)
     if mode is ReplayMode.offline:
         return _at(trace, [0] * len(trace.requests), "offline: everything is there at the start")
     if mode is ReplayMode.closed:

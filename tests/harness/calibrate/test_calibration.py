@@ -234,6 +234,10 @@ def test_a_calibration_without_grid_makes_no_table(tmp_path: Path) -> None:
     [
         (["calibrate", "--budget", "0"], "must be at least 1 second"),
         (["calibrate", "--budget", "nan"], "must be at least 1 second"),
+        (["calibrate", "--from-log", "log", "--budget", "9"], "--budget: --from-log measures nothing here"),
+        (["calibrate", "--from-log", "log", "--no-grid"], "--no-grid: --from-log measures nothing here"),
+        (["calibrate", "--first", "9"], "--first: --from-log is needed"),
+        (["calibrate", "--out", "d.yaml"], "--out: --from-log is needed"),
         (
             ["calibrate", "engine.device=cpu", "model.layers=100000", "model.intermediate=1000000"],
             "its weights take",

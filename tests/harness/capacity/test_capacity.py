@@ -540,6 +540,11 @@ def test_block_sizes_that_are_no_choice_are_refused(
     assert "at least two sizes to choose from, of 1 token or more" in capsys.readouterr().err
 
 
+def test_block_sizes_that_nothing_tries_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["capacity", "cost=roofline", "--block-sizes", "8", "16"]) == 2
+    assert "--block-sizes: only --find block tries several" in capsys.readouterr().err
+
+
 def test_a_file_in_the_place_of_the_results_folder_is_refused_before_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

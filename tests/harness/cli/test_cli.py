@@ -534,11 +534,23 @@ def test_a_missing_dependency_is_named_with_the_way_to_get_it(
 
 
 @pytest.mark.parametrize(
-    "setting", ["decoding.acceptance=0.7", "decoding.branch_hazard=0.1", "replay.users=3"]
+    "setting",
+    [
+        *("decoding.acceptance=0.7", "decoding.branch_hazard=0.1", "replay.users=3"),
+        *("device.expert_parallel=true", "device.tables_dense=1.1"),
+    ],
 )
 def test_a_setting_that_means_nothing_at_any_point_is_named(cli: Cli, setting: str) -> None:
     _, _, err = cli(*sweep(setting, "cache.block_size=8,16", "--dry-run"))
     assert f"without effect beside the other settings: {setting}" in err
+
+
+@pytest.mark.parametrize("setting", ["decoding.temperature=0.7", "replay.repeats=5"])
+def test_what_a_measured_side_alone_reads_is_named_of_a_prediction(cli: Cli, setting: str) -> None:
+    words = (setting, "decoding.mode=sample", "cache.block_size=8,16", "--dry-run")
+    for measure in ("true", "false"):
+        _, _, err = cli(*sweep(f"measure={measure}", *words))
+        assert (f"without effect beside the other settings: {setting}" in err) is (measure == "false")
 
 
 def test_a_setting_that_means_something_at_one_point_is_not_named(cli: Cli) -> None:

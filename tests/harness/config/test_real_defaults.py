@@ -2,7 +2,8 @@
 
 import pytest
 
-from harness.config.compose import compose_config
+from harness.config.compose import TOY_MODELS, compose_config
+from harness.config.groups import groups
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
 
@@ -49,3 +50,10 @@ def test_what_the_user_names_stays() -> None:
     found = composed("measure=false", "device=h100", "cache.pool_tokens=8192", "workload=small")
     assert (found.cache.pool_tokens, found.workload.length_scale) == (8192, 0.1)
     assert found.scheduler.max_batched_tokens == 8192
+
+
+def test_every_model_with_random_weights_for_the_cpu_is_a_toy() -> None:
+    made = {"tiny", "small"}
+    found = [name for name in groups()["model"] if made & set(name.split("_"))]
+    assert len(found) == len(TOY_MODELS)
+    assert {scale(composed("measure=false", f"model={name}")) for name in found} == {TOY}

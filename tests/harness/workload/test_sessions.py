@@ -168,3 +168,17 @@ def test_sessions_without_a_turn_that_waits_are_said_to_be_none() -> None:
     )
     assert said in alone
     assert said not in chat
+
+
+@pytest.mark.parametrize("mode", ["sessions", "trace"])
+def test_a_rate_that_pauses_hold_back_is_said(mode: str) -> None:
+    """Arrivals are scaled and pauses are not: at a hundred times the rate fewer requests/s come than are asked for."""
+    asked = ("trace=chat", "workload.num_requests=40", "cache.answers=false", f"replay.mode={mode}")
+    said = "turns wait for answers and pause as long as recorded: fewer requests/s come than times were scaled to"
+    plain = resolve(config(*asked))
+    assert any(plain.trace.columns.values("think_us"))
+    assert not any(said in each for each in plain.trace.header.changes)
+    point = resolve(config(*asked, f"workload.request_rate={100 * (plain.trace.mean_rate or 0.0)}"))
+    came_s = simulate(point, cost_model(point.deployment)).requests["arrival_s"]
+    slower = bool(max(came_s) > 2e-6 * max(point.trace.columns.arrival_us))
+    assert slower is any(said in each for each in point.trace.header.changes) is (mode == "sessions")
