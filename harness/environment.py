@@ -157,13 +157,8 @@ def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
     Raises:
         ConfigError: it does not.
     """
-    _check_fits(
-        pool_bytes,
-        engine,
-        "cache.pool_tokens",
-        "the pool takes",
-        "Take fewer tokens, or measure=false to predict alone",
-    )
+    advice = "Take fewer tokens, or measure=false to predict alone"
+    _check_fits(pool_bytes, engine, "cache.pool_tokens", "the pool takes", advice)
 
 
 def check_weights(weight_bytes: int, engine: EngineConfig) -> None:

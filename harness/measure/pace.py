@@ -139,14 +139,8 @@ class Stability:
 def stability_of(probes_s: Sequence[float], load_before: float) -> Stability:
     """From the probe times of a calibration, in seconds, or from the paces of its runs."""
     middle = median(probes_s)
-    return Stability(
-        min(probes_s) / middle,
-        max(probes_s) / middle,
-        len(probes_s),
-        load_before,
-        os.getloadavg()[0],
-        os.cpu_count() or 1,
-    )
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    return Stability(min(probes_s) / middle, max(probes_s) / middle, len(probes_s), load_before, load, cores)
 
 
 def is_steady(ratio: float) -> bool:

@@ -135,12 +135,8 @@ class Passes:
         self._report(case.name if number == 0 else f"{case.name}, pass {number + 1}")
         before, known = self._probe, self._kept.get(case)
         point = case_point(self._deployment, case, self._lone)
-        run = measure(
-            point,
-            seed=SEED,
-            step_ns=known.runs[0].recording.step_ns if known else None,
-            reference=self._reference,
-        )
+        step_ns = known.runs[0].recording.step_ns if known else None
+        run = measure(point, seed=SEED, step_ns=step_ns, reference=self._reference)
         self._probe = probe_s(self._deployment)
         self.probes.append(pace_of_runs([run]).ratio if self._reference else self._probe)
         found = TimedCase(case, (run,), (before + self._probe) / 2)

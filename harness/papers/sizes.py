@@ -86,16 +86,9 @@ def run(found: Scheduler, requests: Iterable[Request]) -> list[StepUsage]:
     steps = []
     while found.has_work:
         plan = found.schedule()
-        steps.append(
-            StepUsage(
-                plan.usage,
-                tuple(int(tokens) for tokens in plan.query_len),
-                len(plan.copies),
-                plan.new_blocks,
-                plan.hit_tokens,
-                len(plan.preempted),
-            )
-        )
+        queries = tuple(int(tokens) for tokens in plan.query_len)
+        moved = len(plan.copies), plan.new_blocks, plan.hit_tokens, len(plan.preempted)
+        steps.append(StepUsage(plan.usage, queries, *moved))
         found.commit(plan, StepResult(parents=_parents(plan, widths)))
     return steps
 
