@@ -1,5 +1,6 @@
 """The table of block sizes is made of the accepted kernels, and the roofline reads it where it is asked to."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,8 @@ from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
 from harness.config.schema import RunConfig
 from harness.cost import roofline as table
-from harness.kernel_speed.block_sizes import BLOCK_SIZES, main, newest_baseline, table_text
-from harness.kernel_speed.gpus import GPUS
+from harness.kernel_speed.block_sizes import BLOCK_SIZES, main, newest_baseline, share_lines, table_text
+from harness.kernel_speed.gpus import GPUS, SCHEDULERS
 from harness.point.cost import check_cost, cost_model
 from harness.sweep.plan import run_request
 from harness.workload.deployment import deployment_of
@@ -142,3 +143,16 @@ def test_the_keys_of_a_tile_are_those_of_the_launcher() -> None:
         shape = launch.AttentionShape(torch.bfloat16, kept, 32, 8, 128, 128, 16)
         kernel = kernel_of(decode_case(cases, width, 16, 90))
         assert keys_of(kernel, width) == launch.decode_config(shape).tile
+
+
+def test_no_prefill_is_predicted_beyond_the_peak_of_a_datasheet() -> None:
+    """A share is of the rate that the model has; of some GPUs that is twice what the datasheet gives."""
+    cases = json.loads(newest_baseline(BASELINES).read_text(encoding="utf-8"))["cases"]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in [*share_lines(cases)][2:]]
+    shares = {cells[0].split(",")[0]: float(cells[-1]) for cells in rows if cells[-1] != "–"}
+    assert len(shares) > 4
+    for name, share in shares.items():
+        gpu = GPUS[name]
+        products = gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
+        predicted = share * 2e-12 * products * gpu.multiprocessors * gpu.clock
+        assert predicted < config(f"device={name}").device.tflops
