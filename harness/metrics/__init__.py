@@ -34,6 +34,11 @@ class Metric:
         """Whether errors are differences; a relative error of a share near zero has no meaning."""
         return self.unit == SHARE
 
+    @property
+    def is_time(self) -> bool:
+        """Whether it is in seconds, or in seconds of something."""
+        return self.unit == "s" or self.unit.startswith("s/")
+
 
 QUANTILES: Mapping[str, float] = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 """The quantiles given for every distribution, beside its mean."""

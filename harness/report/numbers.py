@@ -15,7 +15,7 @@ def figure(metric: Metric, value: float | None) -> str:
         return f"{100 * value:.1f} %"
     if metric.unit == "bytes":
         return size(value)
-    if metric.unit.startswith("s"):
+    if metric.is_time:
         return seconds(value, metric.unit)
     return f"{plain(value)} {metric.unit}"
 

@@ -146,7 +146,7 @@ def draw(
 def _draw_grid(table: "pd.DataFrame", axes: Axes, layout: FacetLayout) -> "tuple[Figure, Panel]":
     """The panels, metrics by values of `col`; gives the figure and its first panel."""
     known = set(table["column"].dropna())
-    values = [value for value in axes.values[layout.col] if value in known] if layout.col else [""]
+    values = [name for name in map(_name, axes.values[layout.col]) if name in known] if layout.col else [""]
     rows, columns = (values, layout.metrics) if layout.across else (layout.metrics, values)
     height = 0.7 + (1.12 if layout.across else 1.25) * len(rows)
     figure, grid = panels(layout.width_in, height, len(rows), max(1, len(columns)))
@@ -178,17 +178,24 @@ def main_policy(records: Sequence[PointRecord], key: str) -> str | None:
 
 
 def _series(records: Sequence[PointRecord], axes: Axes, layout: FacetLayout) -> "pd.DataFrame":
-    table = comparison_table(records, axes, layout.metrics)
     most_columns = _MOST_COLUMNS if layout.width_in == PAGE_IN else _MOST_NARROW
     for key, most in ((layout.hue, MOST_SERIES), (layout.col, most_columns)):
         if key:
-            known = [value for value in axes.values[key] if (table[key] == value).any()]
-            table = table[table[key].isin(spread(known, most))]
-    return table.assign(
-        x=table[layout.x].astype(float),
-        series=table[layout.hue].astype(str) if layout.hue else "",
-        column=table[layout.col] if layout.col else "",
-    )
+            held = {record.setting(key) for record in records}
+            shown = spread([value for value in axes.values[key] if value in held], most)
+            records = [record for record in records if record.setting(key) in shown]
+    table = comparison_table(records, axes, layout.metrics)
+    series, column = (_names(table, records, key) for key in (layout.hue, layout.col))
+    return table.assign(x=table[layout.x].astype(float), series=series, column=column)
+
+
+def _name(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _names(table: "pd.DataFrame", records: Sequence[PointRecord], key: str | None) -> Any:
+    """A setting of the point of each row in words: a column of numbers would hold no null. Empty without a key."""
+    return table["point"].map({one.point_label: _name(one.setting(key)) for one in records}) if key else ""
 
 
 def _with_others(
@@ -207,7 +214,7 @@ def _with_others(
         return table
     others = comparison_table(same, axes, layout.metrics)
     x = float("nan") if layout.x == BLOCK else others[layout.x].astype(float)
-    column = (others[layout.col] if layout.col != BLOCK else None) if layout.col else ""
+    column = _names(others, same, layout.col) if layout.col != BLOCK else None
     others = others.assign(x=x, series=others[POLICY], column=column)
     if layout.col and layout.col != BLOCK:  # only beside columns that the figure has
         others = others[others["column"].isin(set(table["column"]))]

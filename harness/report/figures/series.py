@@ -68,7 +68,7 @@ def axis_scale(name: str, largest: float) -> tuple[float, str]:
     metric = METRICS[name]
     if metric.is_share:
         return 100.0, "%"
-    if not metric.unit.startswith("s") or metric.unit == "steps":
+    if not metric.is_time:
         return 1.0, metric.unit
     rest = metric.unit[1:]
     for factor, prefix in ((1.0, ""), (1e3, "m"), (1e6, "µ")):

@@ -12,7 +12,9 @@ from harness.metrics.log import SLOT_STATES
 from harness.metrics.record import PointRecord
 from harness.report import numbers
 from harness.report.axes import alike, find_axes, reference
+from harness.report.figures.curves import FacetLayout, _series
 from harness.report.figures.memory import _bin
+from harness.report.figures.series import axis_scale
 from harness.report.provenance import cautions, facts_table, heldout_table
 from harness.report.study import Study, spread
 from harness.report.tables import points_table
@@ -78,6 +80,7 @@ def test_values_that_are_spread_keep_the_ends():
         ("peak_kv", 1536.0, "1.5 KiB"),
         ("output_throughput", 12345.6, "12,346 tokens/s"),
         ("steps", 150.0, "150 steps"),
+        ("tail_waste", 0.5, "0.5 slots"),
         ("ttft_p50", None, "–"),
     ],
 )
@@ -167,3 +170,32 @@ def test_the_table_of_points_has_no_such_column_where_nothing_was_compared():
 )
 def test_seconds_are_never_shown_as_powers_of_ten(value: float, shown: str) -> None:
     assert numbers.seconds(value) == shown
+
+
+@pytest.mark.parametrize("largest", [0.0, 0.5, 7.5])
+def test_slots_are_no_seconds(largest):
+    assert axis_scale("tail_waste", largest) == (1.0, "slots")
+
+
+def test_a_setting_that_is_null_has_a_line_of_its_own():
+    row = dict.fromkeys(("analytic", "measured", "low", "high", "spread", "error"))
+    rows = [row | {"metric": "steps", "unit": "steps", "simulated": 1.0}]
+    records = [
+        replace(
+            point(cache__block_size=size, scheduler__long_prefill_tokens=most),
+            overrides=[f"cache.block_size={size}", f"scheduler.long_prefill_tokens={most}"],
+            comparison=rows,
+        )
+        for size in (8, 16)
+        for most in (None, 512)
+    ]
+    axes = find_axes(records)
+    hue = "scheduler.long_prefill_tokens"
+    assert axes.values[hue] == (512, None)
+    lines = _series(records, axes, FacetLayout("cache.block_size", hue, None, ("steps",)))
+    assert sorted(zip(lines["series"], lines["x"], strict=True)) == [
+        *(("512", 8.0), ("512", 16.0)),
+        *(("null", 8.0), ("null", 16.0)),
+    ]
+    columns = _series(records, axes, FacetLayout("cache.block_size", None, hue, ("steps",)))
+    assert set(columns["column"]) == {"512", "null"}
