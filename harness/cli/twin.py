@@ -50,9 +50,9 @@ def _add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--first", type=int, metavar="N", help="fit the first N requests; default: a quarter")
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to scrape; default: 60")
+    parser.add_argument("--seconds", type=float, help="--metrics: how long to scrape; default: 60")
     parser.add_argument("--check", metavar="URL|FILE", help="compare a /metrics page with it, and end")
-    parser.add_argument("--tolerance", type=float, default=0.1, metavar="T", help="of --check; default: 0.1")
+    parser.add_argument("--tolerance", type=float, metavar="T", help="of --check; default: 0.1")
 
 
 def _run(arguments: Arguments) -> int:
@@ -63,6 +63,11 @@ def _run(arguments: Arguments) -> int:
     flags = arguments.flags
     if flags.check and (flags.what_if or flags.first is not None or flags.no_what_ifs):
         raise UserError("--check compares and ends: --what-if, --no-what-ifs and --first are not for it")
+    for option, whose in (("tolerance", "check"), ("seconds", "metrics")):
+        if getattr(flags, option) is not None and not getattr(flags, whose):
+            raise UserError(f"--{option} is of --{whose}, which is not given")
+    if flags.what_if and flags.no_what_ifs:
+        raise UserError("--what-if and --no-what-ifs: give one of them")
     if flags.first is not None and flags.first < 1:
         raise UserError(f"--first is {flags.first}, must be at least 1")
     if flags.first is not None and (flags.no_fit or flags.device):
@@ -72,8 +77,9 @@ def _run(arguments: Arguments) -> int:
     if flags.metrics and not folder.is_dir():
         raise UserError(f"--metrics writes into FOLDER, and there is no such folder: '{folder}'")
     if flags.metrics:
-        remark(f"scraping {flags.metrics} for {flags.seconds:g} s")
-        for note in scrape(flags.metrics, flags.seconds, folder):
+        seconds = 60.0 if flags.seconds is None else flags.seconds
+        remark(f"scraping {flags.metrics} for {seconds:g} s")
+        for note in scrape(flags.metrics, seconds, folder):
             remark(f"note: {note}")
     log = read_engine_log(folder)
     say(log.scope)
@@ -109,8 +115,9 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     from harness.twin.configured import configured
     from harness.twin.prediction import predictor
 
-    if not 0 <= flags.tolerance < 1:
-        raise UserError(f"--tolerance is {flags.tolerance:g}, must be at least 0 and below 1")
+    tolerance = 0.1 if flags.tolerance is None else flags.tolerance
+    if not 0 <= tolerance < 1:
+        raise UserError(f"--tolerance is {tolerance:g}, must be at least 0 and below 1")
     found = pages(flags.check)
     if not (flags.no_fit or flags.device):
         log, words = _kept_fit(log, words, out)
@@ -123,14 +130,14 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     say(f"Predicted with {constants}. {found.said(len(log.requests))}")
     say(f"{'figure':34}  {'predicted':>20}  {'real':>9}")
     for row in rows:
-        say(row.line(flags.tolerance))
+        say(row.line(tolerance))
     known = [row for row in rows if row.real is not None]
     if all(row.name == POOL for row in known):
         raise UserError(
             f"--check {flags.check}: no figure of its load can be compared; the server has served nothing"
         )
-    differ = [row.name for row in known if not row.agrees(flags.tolerance)]
-    said = f"differ by more than {flags.tolerance:.0%}: {', '.join(differ)}" if differ else "none differs"
+    differ = [row.name for row in known if not row.agrees(tolerance)]
+    said = f"differ by more than {tolerance:.0%}: {', '.join(differ)}" if differ else "none differs"
     say(f"Of {len(known)} figures {said}.")
     return 1 if differ else 0
 

@@ -456,6 +456,10 @@ def test_a_rate_of_turns_that_wait_says_what_is_served(tmp_path: Path) -> None:
     served = answer.good.metrics["request_throughput"]
     assert served < 0.5 * answer.value.mean
     assert f"turns wait for answers, so {served:.3g} requests/s are served there" in rate_text(case, answer)
+    sent = answer.good.copies * len(rows)
+    assert f" (with the beginning and the end of {sent} requests, in which fewer are" in rate_text(
+        case, answer
+    )
     alone = case_of(file)
     assert "turns wait" not in rate_text(alone, highest_rate(alone, 1, 0.5, lambda _: None, bounds=False))
 

@@ -263,3 +263,18 @@ def test_a_page_of_vllm_itself_is_read_in_every_figure(run):
         "kv_cache_usage_perc": pytest.approx(63 / 255),  # one of its 256 blocks is never given out
         "kv_cache_token_usage_perc": None,
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tolerance", "0.2"), "--tolerance is of --check, which is not given"),
+        (("--seconds", "5"), "--seconds is of --metrics, which is not given"),
+        (("--what-if", "load=2", "--no-what-ifs"), "--what-if and --no-what-ifs: give one of them"),
+    ],
+)
+def test_options_that_nothing_reads_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str
+) -> None:
+    assert main(["twin", str(tmp_path), *words]) == 2
+    assert said in capsys.readouterr().err
