@@ -12,22 +12,17 @@ PLUGIN = "pagetwin-gate"
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of the gate."""
     group = parser.getgroup("gate", "regressions of kernels and functions (PageTwin)")
-    group.addoption(
-        "--gate", action="store_true", help="time and compile what tests give to gated and kernel_resources"
-    )
-    group.addoption(
-        "--gate-update", action="store_true", help="accept what is there now; needs --gate-reason"
-    )
+    flags = {
+        "--gate": "time and compile what tests give to gated and kernel_resources",
+        "--gate-update": "accept what is there now; needs --gate-reason",
+        "--gate-changed": "time only functions whose file is not the accepted one",
+    }
+    for name, what in flags.items():
+        group.addoption(name, action="store_true", help=what)
     group.addoption("--gate-reason", default="", help="why the figures may change; kept in the baselines")
-    group.addoption(
-        "--gate-baselines", metavar="DIR", help="default: gate-baselines in pytest's root directory"
-    )
-    group.addoption(
-        "--gate-changed", action="store_true", help="time only functions whose file is not the accepted one"
-    )
-    group.addoption(
-        "--gate-markdown", metavar="FILE", help="append the answer; on GitHub $GITHUB_STEP_SUMMARY by default"
-    )
+    folder, page = "gate-baselines in pytest's root directory", "on GitHub $GITHUB_STEP_SUMMARY by default"
+    group.addoption("--gate-baselines", metavar="DIR", help=f"default: {folder}")
+    group.addoption("--gate-markdown", metavar="FILE", help=f"append the answer; {page}")
 
 
 def pytest_configure(config: pytest.Config) -> None:

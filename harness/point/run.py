@@ -30,6 +30,7 @@ from harness.replay.cost_model import CostModel, PacedCost
 from harness.workload.decoding import recording_stamp
 from harness.workload.deployment import Deployment, deployment_of, draft_of, model_shape, model_spec
 from harness.workload.point import Point, resolve
+from harness.workload.scheduler import own_code
 from harness.workload.simulate import check_compiled, predict
 from harness.workload.trace import reshaped_trace
 
@@ -44,7 +45,7 @@ Progress = Callable[[str, int, int], None]  # stage, requests done, requests in 
 
 def point_identity(config: RunConfig) -> dict[str, str]:
     """Everything outside the configuration that the result depends on: digests of trace, code, calibration, kernels,
-    checkpoints and recordings, and for a measured point the device.
+    checkpoints, recordings and own policies, and for a measured point the device.
     """
     from harness.calibrate.store import calibration_fingerprint
 
@@ -67,6 +68,8 @@ def point_identity(config: RunConfig) -> dict[str, str]:
         identity["draft"] = checkpoint_stamp(config.decoding.draft_path)
     if config.decoding.beam_parents:
         identity["beam_parents"] = recording_stamp(config.decoding.beam_parents)
+    if own := own_code(deployment):
+        identity["own policies"] = own
     if config.measure:
         identity |= {"device": deployment.device_at_hand, "clock": str(deployment.clock_used)}
         identity["engine"] = " ".join(engine_code(config.engine, deployment.vllm_python))

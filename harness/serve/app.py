@@ -88,12 +88,8 @@ class Server:
     def check_model(self, name: str | None) -> None:
         """Raise ServeError (404) for a name that is not this model's."""
         if name is not None and name != self.model:
-            raise answers.ServeError(
-                404,
-                f"the model {name!r} does not exist; this server has {self.model!r}",
-                kind="not_found_error",
-                param="model",
-            )
+            reason = f"the model {name!r} does not exist; this server has {self.model!r}"
+            raise answers.ServeError(404, reason, kind="not_found_error", param="model")
 
     def check_length(
         self, text: object, body: CompletionRequest | ChatRequest | TokenizeRequest, field: str

@@ -30,12 +30,8 @@ _MODELS = ("system", "few_shot", "tree", "passages")
 
 def add_convert(actions: "Actions") -> None:
     """Describe `convert`."""
-    parser = describe(
-        actions,
-        run_convert,
-        "write a trace in PageTwin's format, or as Mooncake JSONL",
-        "convert TRACE --out FILE",
-    )
+    does = "write a trace in PageTwin's format, or as Mooncake JSONL"
+    parser = describe(actions, run_convert, does, "convert TRACE --out FILE")
     add_source(parser)
     add_output(parser)
     parser.add_argument(
@@ -57,13 +53,8 @@ def run_convert(flags: argparse.Namespace) -> int:
 def add_slice(actions: "Actions") -> None:
     """Describe `slice`."""
     more = "Rows and times count from 0; the end is not part of the window. Segments keep their keys."
-    parser = describe(
-        actions,
-        run_slice,
-        "cut a window out of a trace",
-        "slice TRACE --rows A:B | --time A:B --out FILE",
-        more,
-    )
+    usage = "slice TRACE --rows A:B | --time A:B --out FILE"
+    parser = describe(actions, run_slice, "cut a window out of a trace", usage, more)
     add_source(parser)
     add_output(parser)
     window = parser.add_mutually_exclusive_group(required=True)

@@ -7,9 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from hashlib import sha256
 from importlib import import_module
 from operator import index
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from engine.core.memory.block_pool import ResidencySampler
@@ -172,16 +174,33 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
     )
 
 
-def _user_policy(key: str, name: str | None) -> Any:
-    """A new instance of the user's class; modules in the working directory are found too."""
-    if name is None:
-        return None
-    module, _, cls = name.partition(":")
+def _imported(module: str) -> ModuleType:
+    """A module of the user's, which may lie in the working directory."""
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
+    return import_module(module)
+
+
+def own_code(deployment: Deployment) -> str:
+    """Digests of the files of the user's own policies, which keep their names when they are edited; empty without any.
+
+    What such a file imports is not looked at.
+    """
+    scheduler = deployment.scheduler
+    named = (scheduler.order, scheduler.victim, scheduler.admission, deployment.cache.eviction)
+    modules = (name.partition(":")[0] for name in named if name and ":" in name)
+    files = (getattr(_imported(module), "__file__", None) for module in modules)
+    return " ".join(sha256(Path(file).read_bytes()).hexdigest() for file in files if file)
+
+
+def _user_policy(key: str, name: str | None) -> Any:
+    """A new instance of the user's class."""
+    if name is None:
+        return None
+    module, _, cls = name.partition(":")
     try:
-        instance = getattr(import_module(module), cls)()
+        instance = getattr(_imported(module), cls)()
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(key, f"'{name}' cannot be made: {type(error).__name__}: {error}") from error
     needed = (*_METHODS[key], *(["facts"] if key == "cache.eviction" else []))

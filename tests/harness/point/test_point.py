@@ -308,6 +308,27 @@ def test_other_weights_at_the_same_path_are_another_point(tmp_path: Path) -> Non
     assert point_identity(config) != before
 
 
+@pytest.mark.parametrize(
+    "key", ["scheduler.order", "scheduler.victim", "scheduler.admission", "cache.eviction"]
+)
+def test_an_edited_class_of_the_users_is_another_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    """A policy is changed and run again under its name: the store must not give the figures of the one before."""
+    monkeypatch.syspath_prepend(tmp_path)
+    file, config = tmp_path / f"edited_{key.replace('.', '_')}.py", small_config(tmp_path)
+    plain = point_identity(config)
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, f"{file.stem}:Rule")
+    file.write_text("class Rule:\n    first = True\n")
+    before = point_identity(config)
+    assert point_identity(config) == before
+    file.write_text("class Rule:\n    first = False\n")
+    after = point_identity(config)
+    assert {each for each in after if after[each] != before[each]} == {"own policies"}
+    assert plain.keys() == after.keys() - {"own policies"}
+
+
 def test_a_pool_beyond_the_machine_is_refused_before_anything_runs(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.cache.pool_tokens = 10**11
