@@ -13,11 +13,12 @@ from engine.core.options import Eviction, GroupPages
 from harness.capacity import highest_rate
 from harness.capacity.advice import Advice, advise, best_rule, effects, rate_text, reuse, tier_line
 from harness.capacity.case import LoadCase
-from harness.capacity.flags import flags_of
+from harness.capacity.flags import HUB_IDS, flags_of
 from harness.capacity.slo import parse_slo
 from harness.cli.main import main
 from harness.cli.workload import case_of as source_case
-from harness.config.compose import compose_config
+from harness.config import groups as option_groups
+from harness.config.compose import TOY_MODELS, compose_config
 from harness.config.overrides import parse_overrides
 from harness.config.values import replaced
 from harness.metrics.compute import compute_metrics
@@ -193,6 +194,13 @@ def test_a_fitted_device_has_bounds_from_what_its_log_leaves_open(tmp_path: Path
 
     narrow, wide = band("compute_efficiency=0.64,0.65,0.66"), band("compute_efficiency=0.35,0.65,0.9")
     assert wide[1] / wide[0] > narrow[1] / narrow[0]
+
+
+def test_the_line_of_every_preset_of_a_published_model_names_its_checkpoint() -> None:
+    for preset in option_groups.groups()["model"]:
+        (words,) = (axis.settings for axis in parse_overrides((f"model={preset}",)))
+        name = compose_config(words).model.name
+        assert name in (*HUB_IDS, *TOY_MODELS, "opt-175b"), preset  # which is not on the hub
 
 
 def test_three_requests_give_no_advice(tmp_path: Path) -> None:
