@@ -58,6 +58,7 @@ def flags_of(config: RunConfig) -> list[str]:
     """vLLM's flags (0.33) for the configuration."""
     cache, scheduler, device, model = config.cache, config.scheduler, config.device, config.model
     pool = deployment_of(config).pool
+    blocks = pool.num_blocks + 1  # with vLLM's null block
     tier_gib = cache.tier_tokens * pool.kv_bytes_per_token / 2**30
     said: dict[str, Any] = {
         "block_size": cache.block_size,
@@ -65,7 +66,7 @@ def flags_of(config: RunConfig) -> list[str]:
         "max_batched_tokens": scheduler.max_batched_tokens,
         "max_model_len": cache.max_model_len or max_position(model),
         "memory_utilization": f"{device.memory_utilization:g}" if pool.memory else None,
-        "pool_blocks": pool.num_blocks if not pool.memory and pool.groups is None else None,
+        "pool_blocks": blocks if not pool.memory and pool.groups is None else None,
         "prefix_caching": cache.prefix_caching,
         "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
         "data_parallel": device.data_parallel if device.data_parallel > 1 else None,

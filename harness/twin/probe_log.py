@@ -149,7 +149,7 @@ def read_probe(files: Sequence[SourceFile]) -> ProbeLog:
             reader.log.block_tokens = as_whole(head["hash_block_tokens"], "hash_block_tokens", 1)
         told = {name: value for name, value in config.items() if name not in _NO_OPTIONS}
         pool = as_whole(config.get("num_gpu_blocks"), "num_gpu_blocks", 2) - 1  # without vLLM's null block
-        told["num_gpu_blocks_override"] = pool
+        told["num_gpu_blocks_override"] = pool + 1
         settings = VLLM.read(told, first.name, str(head.get("vllm")))
     if reader.lost:
         notes.append(f"{first.name}: {reader.lost:,} lines were lost: the disk of the server was too slow.")

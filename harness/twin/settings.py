@@ -276,7 +276,7 @@ _VLLM: Mapping[str, Read] = {
     "block_size": count,
     "prefix_caching": _yes_or_no,
     "prefix_match_unit": count,
-    "pool_blocks": count,
+    "pool_blocks": lambda value, name: count(value, name) - 1,  # without vLLM's null block
     "memory_utilization": _share,
     "host_memory_gb": _host_gb,
     "max_model_len": _unless(count, "auto", "-1"),

@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.capacity.flags import serve_line
+from harness.config.compose import compose_config
+from harness.config.overrides import parse_overrides
 from harness.twin.reading import EngineLogError, read_engine_log
 from harness.twin.settings import SGLANG, VLLM, EngineSettings, with_vllm_defaults
 from traces.errors import RowError
@@ -67,6 +70,14 @@ def test_overrides_have_our_keys(tmp_path: Path) -> None:
         "cache.prefix_caching=false",
         "model.kv_dtype=fp8_e4m3",
     }
+
+
+def test_the_blocks_of_a_line_that_advise_prints_are_read_back(tmp_path: Path) -> None:
+    """vLLM counts its null block among them."""
+    words = ("measure=false", "device=h100", "model=llama3_8b", "cache.pool_tokens=1600")
+    line = serve_line(compose_config([axis.settings[0] for axis in parse_overrides(words)]))
+    assert "--num-gpu-blocks-override 101" in line
+    assert settings(tmp_path, "serve.sh", line).pool_blocks == 100
 
 
 def test_a_yaml_for_vllm_is_mapped(tmp_path: Path) -> None:
