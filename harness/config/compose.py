@@ -176,7 +176,8 @@ def _parts(config: RunConfig) -> Iterable[tuple[object, str, str]]:
         (built and model.latent_rank, "model", "rope_dim value_dim query_rank"),
         (built and experts, "model", "experts_per_token dense_layers"),
         (built and experts, "model", "expert_intermediate shared_intermediate"),
-        (experts, "model", "expert_skew experts_only"),
+        (experts, "model", "experts_only"),
+        (experts and priced, "model", "expert_skew"),
         (model.weight_dtype is WeightDtype.int4, "model", "weight_group"),
         (experts, "device", "expert_parallel"),
         (not priced, "device", "tables_attention tables_dense"),
@@ -328,8 +329,8 @@ def _dtype_of_checkpoint(config: "RunConfig | DictConfig") -> str | None:
     """What the checkpoint at `model.path` says of its element type; None without a word or a path.
 
     Raises:
-        ConfigError: the checkpoint says none of our types; or it says nothing, and a GPU is predicted. Our engine loads
-            such weights as float32, which would silently double the bytes of what other engines load in 16 bits.
+        ConfigError: the checkpoint says none of our types; or float32 or nothing, and a GPU is predicted. Our engine
+            loads such weights as float32, which would silently double the bytes of what vLLM loads in 16 bits.
     """
     if not config.model.path:
         return None
@@ -337,13 +338,16 @@ def _dtype_of_checkpoint(config: "RunConfig | DictConfig") -> str | None:
         found = read_checkpoint(config.model.path)
     except ConfigError:
         return None  # the check of the model says what is wrong with the file
+    wide = found.dtype == Dtype.float32 or (found.dtype is None and config.model.dtype == Dtype.float32)
+    if wide and not config.measure and config.device.name != CPU:
+        said = (
+            "says float32"
+            if found.dtype
+            else "does not say the element type of the weights (dtype, torch_dtype)"
+        )
+        reason = f"{found.file} {said}, and vLLM loads such weights in 16 bits; for the prediction of a GPU"
+        raise ConfigError("model.dtype", f"{reason} add model.dtype=bfloat16 (or float16, float32)")
     if found.dtype is None:
-        if not config.measure and config.device.name != CPU and config.model.dtype == Dtype.float32:
-            raise ConfigError(
-                "model.dtype",
-                f"{found.file} does not say the element type of the weights (dtype or torch_dtype), and a prediction "
-                "for a GPU needs it; add model.dtype=bfloat16 (or float16, float32)",
-            )
         return None
     if not isinstance(found.dtype, str) or found.dtype not in Dtype.__members__:
         allowed = ", ".join(Dtype.__members__)

@@ -512,15 +512,15 @@ def _products(
         if row.op == "gemm" and row.dtype in (width, "fp16" if width == "bf16" else width):
             timed.setdefault((row.shape["n"], row.shape["k"]), {})[row.shape["m"]] = row.seconds
     plain = not (model.experts or model.latent or model.layer_bits)
-    share, query = device.parallel, model.heads * model.head_dim
-    mlp = model.intermediate // share
+    heads, kv_heads, head_dim, _ = geometry_of(model, device)  # KV heads are repeated beyond their number
+    mlp = model.intermediate // device.parallel
     layer = [
-        ((query + 2 * model.kv_heads * model.head_dim) // share, model.hidden),
-        (model.hidden, query // share),
+        ((heads + 2 * kv_heads) * head_dim, model.hidden),
+        (model.hidden, heads * head_dim),
         ((model.mlp_matrices - 1) * mlp, model.hidden),
         (model.hidden, mlp),
     ]
-    output = (model.vocab // share, model.hidden)
+    output = (model.vocab // device.parallel, model.hidden)
     if not plain or any(pair not in timed for pair in (*layer, output)):
         return [], None
     grids = {

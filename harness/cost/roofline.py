@@ -379,6 +379,8 @@ def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
     """What the price leaves out, each in words."""
     if device.block_size_factor is None:
         yield "block size: attention takes as long at any block size"
+    if model.bytes_per_element > 2 and device.name != EngineDevice.cpu.value:
+        yield "arithmetic in float32: it runs at device.tflops, which presets have for 16 bits"
     if model.layer_bits is not None or model.expert_bits is not None:
         yield "arithmetic of quantised weights: it runs at device.tflops, as that of the model's element type"
     if model.experts and device.expert_parallel:

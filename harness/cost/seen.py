@@ -79,13 +79,8 @@ class SeenByFit:
 
     def new_kinds(self, shape: ModelShape) -> list[str]:
         """Kinds of layers that one of both models has and the other has not."""
-        now = _numbers(shape, 1)
-        return [
-            part
-            for part in _PARTS
-            if any(name.partition(".")[0] == part for name in now)
-            != any(name.partition(".")[0] == part for name in self.model)
-        ]
+        now, then = ({name.partition(".")[0] for name in one} for one in (_numbers(shape, 1), self.model))
+        return [part for part in _PARTS if (part in now) != (part in then)]
 
     def new_load(self, steps: Mapping[str, Column], longest: float) -> str:
         """What of a simulated load the fit has not seen, in a sentence without its stop; empty where nothing is."""
@@ -139,11 +134,8 @@ def seen_of(text: str) -> SeenByFit:
             group, dot, key = name.partition(".")
             found[group if dot else ""][key if dot else name] = float(value)
         step = found[""]["step_rows"], found[""]["step_context"], found[""]["step_s"]
-        if (
-            set(found["largest"]) != {*LARGEST, "longest"}
-            or set(found["work"]) != set(_WORK)
-            or min(step) <= 0
-        ):
+        other = {*found["largest"]} != {*LARGEST, "longest"} or {*found["work"]} != {*_WORK}
+        if other or min(step) <= 0:
             raise ValueError
     except (ValueError, KeyError) as error:
         raise ConfigError(

@@ -41,6 +41,9 @@ def table_setup(deployment: Deployment) -> published.TableSetup:
         if (origin := roofline.origin_of(deployment.device, name)).startswith("as the user set it"):
             reason = f"{origin}, but published takes its seconds from timings of the device itself"
             raise ConfigError(f"device.{name}", f"{reason}; leave it out, or use cost=roofline")
+    if deployment.model.dtype is Dtype.float32:
+        reason = "float32, but published has timings of 16 bits and fewer; use bfloat16, or cost=roofline"
+        raise ConfigError("model.dtype", reason)
     published.check_package()
     published.system_of(deployment.device.name)
     if deployment.decoding.draft_tokens:

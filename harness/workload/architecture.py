@@ -65,11 +65,7 @@ _EVERY_EIGHT_BITS = ("fp8", "fbgemm_fp8")
 _GROUPED = ("gptq", "awq")
 # What is not quantised: norms, routers, embeddings and other parts than the text's alone, or layers differ in width.
 _LEFT_OUT = ("modules_to_not_convert", "ignored_layers", "ignore")
-_BY_RULE = (
-    "dynamic",
-    "modules_in_block_to_quantize",
-    "lm_head",
-)  # the last is an embedding, which counts as whole
+_BY_RULE = ("dynamic", "modules_in_block_to_quantize", "lm_head")  # an embedding, which counts as whole
 _NO_MATRIX = re.compile(
     r"(^|\.)((lm_head|\w*embed\w*|\w*norm|(\w+_)?gate|router)$|visual|vision|audio|merger|multi_modal|mm_)"
 )

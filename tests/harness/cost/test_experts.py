@@ -135,6 +135,17 @@ def test_eight_bits_halve_what_the_layers_read_and_leave_the_embeddings() -> Non
     assert "arithmetic of quantised weights" in cost.source.provenance["not priced"]
 
 
+def test_the_rate_of_float32_on_a_gpu_is_said_not_to_be_known() -> None:
+    said = {
+        (device, width): RooflineCost(
+            replace(QWEN3_30B_A3B, bytes_per_element=width), replace(H100, name=device)
+        ).source.provenance["not priced"]
+        for device in ("h100", "cpu")
+        for width in (2, 4)
+    }
+    assert [key for key, words in said.items() if "arithmetic in float32" in str(words)] == [("h100", 4)]
+
+
 @pytest.mark.parametrize("shape", [QWEN3_30B_A3B, DEEPSEEK], ids=["experts", "latent"])
 def test_numbers_and_arrays_are_priced_to_the_same_bits(shape: ModelShape) -> None:
     features = replay([request(n, 0, 300 + n, 20) for n in range(3)], fast_forward=False)[1].features

@@ -114,6 +114,19 @@ def test_dense_layers_come_from_the_table_where_every_matrix_was_timed(tmp_path:
     assert cost.source.provenance["dense layers"] == "from the table"
 
 
+def test_beyond_the_kv_heads_each_device_has_a_whole_one(tmp_path: Path) -> None:
+    """Of 2 KV heads on 4 devices: 8 query heads and 1 KV head on each."""
+    model, device = replace(LLAMA_8B, kv_heads=2), replace(H200, parallel=4)
+    pairs = (((8 + 2) * 128, 4096), (4096, 8 * 128), (7168, 4096), (4096, 3584), (32064, 4096))
+    shapes = [(rows, at) for rows in (1, 64) for at in (64, 4096)]
+    lines = [f"h200,decode,bf16,{rows},,{at},8,1,128,,,,{9 + rows * at / 2e3}" for rows, at in shapes]
+    lines += [f"h200,gemm,bf16,,,,,,,{m},{n},{k},{n * k * 1e-5}" for n, k in pairs for m in (1, 64)]
+    file = tmp_path / "operators.csv"
+    file.write_text(HEAD + "\n".join(lines))
+    cost = OperatorCost(RooflineCost(model, device), read_operators(str(file), device))
+    assert cost.source.provenance["dense layers"] == "from the table"
+
+
 def test_without_every_matrix_dense_layers_are_the_rooflines(tmp_path: Path) -> None:
     cost = cost_of(table(tmp_path, "h200,gemm,bf16,,,,,,,8,6144,4096,20"))
     features = np.zeros((1, len(FEATURES)))

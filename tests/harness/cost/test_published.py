@@ -284,6 +284,11 @@ def test_rates_that_the_tables_do_not_have_are_refused(key: str, value: int) -> 
         check_cost(deployment_of(config("device=h100", "model=llama31_8b", f"device.{key}={value}")))
 
 
+def test_no_table_has_float32() -> None:
+    with pytest.raises(ConfigError, match=r"model\.dtype: float32, but published has timings of 16 bits"):
+        check_cost(deployment_of(config("device=h100", "model=llama31_8b", "model.dtype=float32")))
+
+
 def test_the_engine_of_the_tables_counts_for_published_timings_alone() -> None:
     assert str(config("cost.engine=sglang").cost.engine) == "sglang"
     assert str(config("cost=roofline", "cost.engine=sglang").cost.engine) == "vllm"

@@ -386,6 +386,17 @@ def test_the_element_type_of_a_checkpoint_that_does_not_say_is_not_guessed_for_a
     assert config(tmp_path, {}, "device=cpu").model.dtype is Dtype.float32
 
 
+def test_float32_weights_are_no_prediction_of_a_gpu_unless_they_are_named(tmp_path: Path) -> None:
+    """vLLM serves such a checkpoint in 16 bits, so it has half the bytes."""
+    facts = {"torch_dtype": "float32"}
+    with pytest.raises(
+        ConfigError, match=r"config\.json says float32, and vLLM loads such weights in 16 bits"
+    ):
+        config(tmp_path, facts, "device=h100")
+    assert config(tmp_path, facts, "device=h100", "model.dtype=bfloat16").model.dtype is Dtype.bfloat16
+    assert config(tmp_path, facts, "device=cpu").model.dtype is Dtype.float32
+
+
 def test_the_automatic_pool_of_a_model_with_windows_says_which_vllm_it_is_like(tmp_path: Path) -> None:
     facts = {"model_type": "mistral", "sliding_window": 4096}
     long = deployment_of(
