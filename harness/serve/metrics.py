@@ -73,7 +73,8 @@ class _Totals(Collector):
         family = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV pool", labels=(*_LABELS, *names, "enable_prefix_caching")
         )
-        values = (str(size.blocks), str(size.block_size), str(size.bytes))
+        # as vLLM does, with the null block
+        values = (str(size.blocks + 1), str(size.block_size), str(size.bytes))
         family.add_metric((*self._labels, *values, str(self._engine.facts.prefix_caching)), 1)
         return family
 

@@ -142,11 +142,9 @@ def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Comp
     real, why = _share(real_preempted, finished, "no request has finished")
     real = None if real is None else 100 * real
     yield Compared("preemptions of 100 requests", (each, each), real, why, _LEAST_COUNT)
-    for labels, _ in found.samples[-1].get("vllm:cache_config_info", ()):
-        if pool := pool_of(labels):
-            tokens, ours = pool["num_gpu_blocks"] * pool["block_size"], float(run.log.capacity_slots)
-            yield Compared(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
-            return
+    if pool := pool_of(found.samples[-1]):
+        tokens, ours = (pool["num_gpu_blocks"] - 1) * pool["block_size"], float(run.log.capacity_slots)
+        yield Compared(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
 
 
 def _share(part: float | None, whole: float | None, none: str) -> tuple[float | None, str]:

@@ -107,6 +107,10 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
             for settings in _said(words, file.name):
                 found = settings.filled(found)
             states += ((calendar.dated(at_s), engine, values) for at_s, engine, values in _state(words))
+    if found.engine == "vllm" and found.pool_tokens is not None:  # rounded down, and with vLLM's null block
+        size = found.block_size or 16
+        pool = (round(found.pool_tokens / size) - 1) * size
+        found = found.changed(found.origin["pool_tokens"], pool_tokens=pool)
     notes = [f"{file.name}: its clock has whole seconds, and so has the series."] if states else []
     if len(starts) > 1:
         first = f"Warning: {file.name}: a server was started {len(starts)} times with different arguments; "

@@ -12,7 +12,7 @@ import json
 import re
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from http.client import HTTPException
 from math import inf
 from pathlib import Path
@@ -135,11 +135,16 @@ def values(samples: Samples, names: tuple[str, ...]) -> list[float]:
     return found
 
 
-def pool_of(labels: Mapping[str, str]) -> dict[str, int]:
-    """Blocks of the pool and tokens of a block, from `vllm:cache_config_info`; empty where it does not say them."""
-    names = ("num_gpu_blocks", "block_size")
-    if all(re.fullmatch("[0-9]{1,12}", labels.get(name, "")) for name in names):
-        return {name: int(labels[name]) for name in names}
+def pool_of(samples: Samples) -> dict[str, int]:
+    """Blocks of one engine's pool, vLLM's null block among them, and tokens of a block; empty where it is not said.
+
+    `vllm:cache_config_info` has a line for each engine, and in each the blocks of all (vLLM 0.33).
+    """
+    found, names = samples.get("vllm:cache_config_info", ()), ("num_gpu_blocks", "block_size")
+    for labels, _ in found:
+        if all(re.fullmatch("[0-9]{1,12}", labels.get(name, "")) for name in names):
+            blocks, size = (int(labels[name]) for name in names)
+            return dict(zip(names, (blocks // len(found), size), strict=True))
     return {}
 
 
@@ -153,7 +158,7 @@ def _write_settings(samples: Samples, folder: Path) -> list[str]:
     path = folder / "engine.json"
     if path.exists():
         return [f"{path} is there already and was kept."]
-    record = {"engine_kwargs": known, "kv_cache": pool_of(labels)}
+    record = {"engine_kwargs": known, "kv_cache": pool_of(samples)}
     write_files(folder, {path.name: (json.dumps(record, indent=1) + "\n").encode()})
     return [f"{path} has the pool; max_num_seqs and max_num_batched_tokens are not on the endpoint."]
 

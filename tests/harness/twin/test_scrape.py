@@ -1,5 +1,6 @@
 """A live server's Prometheus page becomes the same series and settings as a log."""
 
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -92,7 +93,18 @@ def test_a_server_that_is_started_again_ends_the_series_and_that_is_said(tmp_pat
 
 def test_the_page_gives_the_pool(scraped: Path) -> None:
     settings = read_engine_log(scraped).settings
-    assert (settings.pool_blocks, settings.tokens_of_pool) == (2588, 41408)
+    assert (settings.pool_blocks, settings.tokens_of_pool) == (2587, 41392)  # without vLLM's null block
+
+
+def test_the_pool_of_several_engines_is_that_of_one(tmp_path: Path) -> None:
+    """vLLM 0.33 adds the blocks of data-parallel engines up, and shows the sum once for each."""
+    both = "".join(POOL.replace("{", f'{{engine="{engine}",').replace("2588", "5176") for engine in "01")
+    clock = Second()
+    scrape(
+        "http://here", 1, tmp_path, fetch=lambda _: PAGE.format(running=1, prompt=1, generated=1) + both,
+        clock=clock, sleep=clock.sleep,
+    )  # fmt: skip
+    assert json.loads((tmp_path / "engine.json").read_text())["kv_cache"]["num_gpu_blocks"] == 2588
 
 
 def test_settings_that_are_there_are_kept(tmp_path: Path) -> None:
