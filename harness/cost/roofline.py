@@ -541,7 +541,7 @@ def origins(device: DeviceConfig) -> dict[str, str]:
 
 def origin_of(device: DeviceConfig, name: str) -> str:
     """Where a rate or a size comes from. A description of the user's may have the name of a preset."""
-    value, preset = getattr(device, name), _preset(device.name)
+    value, preset = getattr(device, name), preset_rates(device.name)
     if name not in preset:
         return "as the description of the device has it"
     known, assumed = preset[name]
@@ -551,7 +551,7 @@ def origin_of(device: DeviceConfig, name: str) -> str:
 
 
 @cache
-def _preset(name: str) -> dict[str, tuple[float, bool]]:
+def preset_rates(name: str) -> dict[str, tuple[float, bool]]:
     """The rates and sizes of a preset, and whether its file marks each as assumed; none where `name` is no preset."""
     if name not in groups()["device"]:
         return {}

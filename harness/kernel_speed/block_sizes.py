@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from harness.console import say
-from harness.cost.roofline import REFERENCE, table_file
+from harness.cost.roofline import REFERENCE, preset_rates, table_file
 from harness.kernel_speed.gpus import GPUS, SCHEDULERS, Gpu
 from harness.kernel_speed.predict import Kernel, LaunchTime, WarpCycles, predict
 from harness.store.atomic import write_files
@@ -123,8 +123,6 @@ def table_text(baseline: Path) -> str:
 SHAPES = ((8, 16_384), (16, 4096), (64, 1024), (64, 4096), (256, 1024), (256, 4096))
 PREFILL = "prefill/bf16/d128/g4/bs16/vector"
 PREFILL_WARPS, PREFILL_ROWS = 8, 128
-# whose products with sums in float32 have half the rate of the model's: it would pass the peak of their datasheets
-_HALVED = ("a10g", "rtx4090")
 # whose launch a GPU has; sm_100's products are not modelled
 _ALIKE = {80: 80, 86: 80, 89: 80, 90: 90, 120: 80}
 
@@ -170,9 +168,23 @@ def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
             yield f"| {gpu.name}, {'16-bit' if width == 2 else 'fp8'} | {cells} | {_prefill_cell(cases, gpu, width)} |"
 
 
+def products(gpu: Gpu) -> float:
+    """Multiply-adds of a multiprocessor's matrix units in a cycle, as the model has them for the architecture."""
+    return gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
+
+
+def halves_sums(gpu: Gpu) -> bool:
+    """Whether the datasheet's rate, with sums in float32 (`tflops` in conf/device), is half that of the architecture.
+
+    So it is on consumer GPUs and the A10G. The model has the whole rate, and would pass the peak of the datasheet.
+    """
+    peak, _ = preset_rates(gpu.name)["tflops"]
+    return 1e12 * peak < 0.75 * 2 * products(gpu) * gpu.multiprocessors * gpu.clock
+
+
 def _prefill_cell(cases: Mapping[str, Any], gpu: Gpu, width: int) -> str:
     case = cases.get(f"{PREFILL}/sm_{_ALIKE.get(gpu.capability)} sm_{gpu.capability}")
-    if case is None or width == 1 or gpu.name in _HALVED:
+    if case is None or width == 1 or halves_sums(gpu):
         return "–"
     return f"{prefill_share(case, gpu):.2f}".lstrip("0")
 
@@ -186,9 +198,7 @@ def prefill_share(case: Mapping[str, Any], gpu: Gpu) -> float:
     programs = kernel.seats(gpu.capability)
     keys = keys_of(kernel, 2)
     cycles = max(kernel.replay.loop, kernel.pipe(programs))
-    # multiply-adds a cycle
-    matrix = gpu.latencies.warp_group or SCHEDULERS * 16 * 8 * 16 / gpu.latencies.matrix
-    return float(programs * 2 * PREFILL_ROWS * keys * DIM / cycles / matrix)
+    return float(programs * 2 * PREFILL_ROWS * keys * DIM / cycles / products(gpu))
 
 
 def newest_baseline(folder: Path) -> Path:
