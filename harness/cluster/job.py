@@ -102,9 +102,8 @@ class GroupOfPoints:
             for point in self._committed(left):
                 journal.add(DONE, point.fingerprint)
                 left.remove(point)
-            for point in [
-                each for each in left if told.cut_off[each.fingerprint] >= self.order.execute.attempts
-            ]:
+            attempts = self.order.execute.attempts
+            for point in [each for each in left if told.cut_off[each.fingerprint] >= attempts]:
                 self._give_up(point, journal)
                 left.remove(point)
             return sum(failed is None for failed in self._run(left, journal))
@@ -148,9 +147,8 @@ class GroupOfPoints:
     def _run(self, points: list[PlannedPoint], journal: Journal) -> "Iterator[object]":
         for point, failed in self._each(points, journal):
             journal.add(DONE if failed is None else FAILED, point.fingerprint)
-            say(
-                f"{point.fingerprint} {'done' if failed is None else 'FAILED: ' + failed.error}  {point.label}"
-            )
+            end = "done" if failed is None else f"FAILED: {failed.error}"
+            say(f"{point.fingerprint} {end}  {point.label}")
             yield failed
 
     def _each(self, points: list[PlannedPoint], journal: Journal) -> Iterator[Done]:

@@ -172,11 +172,13 @@ class _RayDriver:
     def _take(self, reference: Any) -> Done | None:
         """Commit a result, or store a failure; None for a point that was lost and runs again."""
         import ray
-        from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
+        from ray.exceptions import OutOfMemoryError, RayError, RayTaskError, WorkerCrashedError
 
         point = self.running.pop(reference)
         try:
             ended = ray.get(reference)
+        except RayTaskError as error:  # the node cannot run the task at all, or its result cannot travel
+            return point, store_failure(point, self.sweep.out, *described(error))
         except RayError as error:
             blamed = isinstance(error, WorkerCrashedError | OutOfMemoryError)
             return self._lost(point, type(error).__name__, blamed)

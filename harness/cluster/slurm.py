@@ -39,7 +39,7 @@ BLAMELESS = frozenset(["BOOT_FAIL", "CANCELLED", "NODE_FAIL", "PREEMPTED", "REVO
 ENDED = BLAMELESS | {"COMPLETED", "DEADLINE", "FAILED", "OUT_OF_MEMORY", "TIMEOUT"}
 
 _TIMEOUT_S = 60  # of one command; Slurm's own MessageTimeout is 10 s
-_FIELDS = "%i|%j|%T|%r"
+_FORM = "--format=%i|%j|%T|%r"
 
 
 class QueueError(Exception):
@@ -66,14 +66,7 @@ def look() -> dict[str, Queued]:
     Raises:
         QueueError: Slurm does not answer.
     """
-    words = [
-        "squeue",
-        "--noheader",
-        "--array",
-        "--states=all",
-        f"--user={os.getuid()}",
-        f"--format={_FIELDS}",
-    ]
+    words = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}", _FORM]
     found = {}
     for line in _ask(words).splitlines():
         number, _, rest = line.partition("|")
@@ -95,13 +88,11 @@ def cancel(name: str) -> None:
 def end_of(task: str) -> str | None:
     """How a task ended that the queue has forgotten, from the accounting; None where there is none."""
     try:
-        said = _ask(
-            ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={task}", "--format=State"]
-        )
+        words = ["sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={task}", "--format=State"]
+        said = _ask(words).split()
     except QueueError:
         return None
-    words = said.split()
-    return words[0] if words else None
+    return said[0] if said else None
 
 
 def _ask(words: list[str]) -> str:
@@ -202,9 +193,14 @@ class _SlurmDriver:
         if unknown:
             time.sleep(min(_SBATCH_S, max(0.0, max(unknown) + _SBATCH_S - time.time())))
         try:
-            return look()
+            return self._mine(look())
         except QueueError as error:
             raise ConfigError("execute", f"Slurm does not answer: {error}") from None
+
+    def _mine(self, queue: dict[str, Queued]) -> dict[str, Queued]:
+        """The jobs of this store: where Slurm's numbers began again, another job may have the id of one that ended."""
+        names = {each.name for each in self.book.submissions}
+        return {task: job for task, job in queue.items() if job.name in names}
 
     def _adopt(self, queue: dict[str, Queued]) -> Iterator[Done]:
         """Wait for the tasks of earlier drivers that live; take what those that ended meanwhile have left."""
@@ -248,11 +244,8 @@ class _SlurmDriver:
         measured = [point for point in rest if point.config.measure]
         if self.times is None:
             self.times = time_model(survey(self.order.out).records.values())
-        groups = [
-            *groups_of(simulated, self.times, execute.jobs, execute.job_min_s),
-            *((point,) for point in alone),
-        ]
-        groups += [tuple(measured)] if measured else []
+        groups = groups_of(simulated, self.times, execute.jobs, execute.job_min_s)
+        groups += [*((point,) for point in alone), *([tuple(measured)] if measured else [])]
         for measure in (False, True):
             batch = [group for group in groups if group[0].config.measure is measure]
             if batch:
@@ -271,6 +264,7 @@ class _SlurmDriver:
         if queue is None:
             self._says("Slurm does not answer; its jobs go on, asking again")
             return
+        queue = self._mine(queue)
         self._say_state(queue)
         left: list[PlannedPoint] = []
         for task, watched in list(self.tasks.items()):
@@ -305,9 +299,8 @@ class _SlurmDriver:
             error = str(read_file(file).get("error"))
         except (ForeignFileError, StoreVersionError) as reason:
             error = str(reason)
-        return Failed(
-            point.label, f"{error} (log: {log_of(watched.submission, watched.journal.path.stem)})", file
-        )
+        log = log_of(watched.submission, watched.journal.path.stem)
+        return Failed(point.label, f"{error} (log: {log})", file)
 
     def _committed(self, names: Sequence[str]) -> Iterator[Done]:
         """Yield points whose record is there, though no journal of a living task says so."""

@@ -1,12 +1,16 @@
 """What Slurm's commands print, read by us; and places that are missing, refused by name. Needs no Slurm."""
 
+import sys
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import fake_point
 import pytest
 
 from harness.cli.main import main
-from harness.cluster import slurm
+from harness.cluster import ray_tasks, slurm
 from harness.cluster.book import Book, Submission
 from harness.cluster.slurm import Queued, QueueError, end_of, look
 
@@ -66,6 +70,36 @@ def test_without_accounting_the_end_of_a_forgotten_task_is_unknown(commands: Pat
     assert end_of("7_0") is None
     program(commands, "sacct", "CANCELLED by 0\\n")
     assert end_of("7_0") == "CANCELLED"
+
+
+def test_a_job_of_another_name_is_none_of_the_store_whatever_its_id(commands: Path, tmp_path: Path) -> None:
+    """Slurm counts from 1 again after its last number, or in a cluster that was set up anew."""
+    program(commands, "squeue", "7|pagetwin-a|RUNNING|None\\n8|my-training|RUNNING|None\\n")
+    mine = [Submission("pagetwin-a", "/private", [["p"]], number="7")]
+    gone = [Submission("pagetwin-b", "/private", [["q"]], number="8")]
+    order: Any = SimpleNamespace(again=True)
+    driver = slurm._SlurmDriver(order, {}, Book(tmp_path / "jobs.json", mine + gone), None)  # type: ignore[arg-type]
+    assert driver._first_look().keys() == {"7"}
+    assert list(driver._adopt(driver._first_look())) == []
+    assert [each.ended for each in driver.book.submissions] == [False, True]
+
+
+def test_a_task_that_a_node_cannot_run_has_failed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray raises what the task raised: a node without PageTwin. It was run 30 times, and the reason was lost."""
+    lost = type("RayError", (Exception,), {})
+    raised = type("RayTaskError", (lost,), {})
+
+    def get(reference: str) -> None:
+        raise raised("ModuleNotFoundError: No module named 'harness'")
+
+    names = {name: type(name, (lost,), {}) for name in ("OutOfMemoryError", "WorkerCrashedError")}
+    errors = SimpleNamespace(RayError=lost, RayTaskError=raised, **names)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, exceptions=errors))
+    monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+    monkeypatch.setattr(ray_tasks, "store_failure", lambda point, out, error, traceback: error)
+    sweep: Any = SimpleNamespace(out=Path("out"))
+    driver = ray_tasks._RayDriver(sweep, deque(), None, None, None, {"task": "point"})  # type: ignore[arg-type]
+    assert driver._take("task") == ("point", "RayTaskError: ModuleNotFoundError: No module named 'harness'")
 
 
 def run(tmp_path: Path, *words: str) -> int:
