@@ -22,6 +22,7 @@ from harness.capacity.slo import Slo
 from harness.config.errors import ConfigError, UserError
 from harness.config.memory import workers_that_fit
 from harness.config.schema import RunConfig
+from harness.config.values import replaced
 from harness.workers import in_workers
 from harness.workload.deployment import deployment_of
 
@@ -387,12 +388,13 @@ def _searched(job: tuple[_Search, LoadCase, int, float]) -> tuple[Edge, list[Tri
 
 # A pool search ends at so many times the larger of the configured pool and what the device's memory holds.
 BEYOND = 8
+_GIVEN = ("cache.pool_tokens", "cache.pool_blocks")
 
 
 def device_blocks(config: RunConfig) -> int | None:
     """Blocks that the device's memory holds beside the weights; None where that is not known."""
     try:
-        return deployment_of(replace(config, cache=replace(config.cache, pool_tokens=None))).pool.num_blocks
+        return deployment_of(replaced(config, dict.fromkeys(_GIVEN))).pool.num_blocks
     except ConfigError:
         return None
 

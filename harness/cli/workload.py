@@ -91,7 +91,7 @@ def _run_capacity(arguments: Arguments) -> int:
     from harness.config.values import replaced
 
     out = out_folder(flags.out)
-    config = _capacity_config(arguments.overrides)
+    config = _capacity_config(arguments.overrides, flags.find)
     case = LoadCase(config, parse_slo(flags.slo))
     say(str(case.scope))
     for seed in range(1, flags.seeds if case.draws else 1):
@@ -128,26 +128,30 @@ def _answer(case: "LoadCase", flags: argparse.Namespace) -> "CapacityAnswer":
     return best_block_size(case, flags.block_sizes or SIZES, flags.seeds, flags.precision, remark)
 
 
-def _simulation(words: Sequence[str], command: str) -> "RunConfig":
-    """The one configuration of these words, of which nothing is measured; raises UserError."""
+def _simulation(words: Sequence[str], command: str, sizes: bool = False) -> "RunConfig":
+    """The one configuration of these words, of which nothing is measured; raises UserError.
+
+    With `sizes` a pool is searched, which is compared with what the device's memory holds.
+    """
     from harness.config.checks import checked
-    from harness.config.compose import normalise
+    from harness.config.compose import OF_MEMORY, normalise
     from harness.sweep.plan import idle_words, one_configuration
 
     asked = one_configuration(("measure=false", *words), command)
     config = checked(normalise(asked))
-    if idle := idle_words(words, asked, config):
+    heard = [f"device.{name}" for name in OF_MEMORY.split()] if sizes else []
+    if idle := idle_words([word for word in words if word.partition("=")[0] not in heard], asked, config):
         remark(idle)
     return config
 
 
-def _capacity_config(overrides: Sequence[str]) -> "RunConfig":
+def _capacity_config(overrides: Sequence[str], find: str) -> "RunConfig":
     """The one configured point, as a simulation; raises UserError."""
     from harness.config.schema import Place
     from harness.point.cost import check_cost
     from harness.workload.deployment import deployment_of
 
-    config = _simulation(overrides, "capacity takes")
+    config = _simulation(overrides, "capacity takes", find == "pool")
     if config.execute.place is not Place.local:
         reason = "capacity searches on this machine alone, in processes of its own (workers=N)"
         raise ConfigError("execute", reason)

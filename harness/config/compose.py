@@ -152,6 +152,10 @@ def _applies(config: RunConfig) -> Iterable[tuple[str, bool, str]]:
     )
 
 
+OF_MEMORY = "memory_gb memory_utilization activation_gb other_memory_gb graph_memory_gb"
+"""Keys of `device` that size a pool which is not given."""
+
+
 def _parts(config: RunConfig) -> Iterable[tuple[object, str, str]]:
     """Whether a part of a point is there and read, and the section and the names of the keys that describe it."""
     device, model, cost, trace = config.device, config.model, config.cost, config.trace
@@ -165,6 +169,7 @@ def _parts(config: RunConfig) -> Iterable[tuple[object, str, str]]:
     read, mode = trace.format is not TraceFormat.generated, config.replay.mode
     return (
         (priced and linked, "device", "link_gbs link_efficiency link_round_us"),
+        (not (config.cache.pool_tokens or config.cache.pool_blocks), "device", OF_MEMORY),
         (config.cache.disk_tokens, "device", "disk_read_gbs disk_write_gbs disk_latency_us"),
         (kind in (CostKind.auto, CostKind.operators), "device", "multiprocessors l2_mib clock_ghz"),
         (priced, "device", "compute_efficiency attention_efficiency"),

@@ -14,6 +14,7 @@ from scipy.special import stdtrit
 
 from engine.runtime.options import VLLM_NAMES
 from harness.config.checks import checked
+from harness.config.compose import OF_MEMORY
 from harness.config.errors import UserError
 from harness.config.overrides import parse_override
 from harness.config.schema import RunConfig
@@ -41,7 +42,6 @@ NOT_PRICED = {
 }
 _SECTIONS = ("model", "device", "cache", "scheduler", "decoding", "cost")  # with what a prediction obeys
 _IN_FLIGHT = "replay.max_in_flight"
-_MEMORY = ("memory_gb", "memory_utilization", "activation_gb", "other_memory_gb", "graph_memory_gb")
 _BLOCKS = (8, 16, 32, 64, 128)
 _FACTORS = (0.25, 0.5, 2.0, 4.0)
 _OF_POOL, _OF_PEAK = (2.0, 0.5), (1.0, 0.75, 0.5)
@@ -296,7 +296,7 @@ def _asked(config: RunConfig, workload: Trace, text: str) -> tuple[str, dict[str
             f"{', '.join(_SECTIONS)}, {_IN_FLIGHT}, or the load, as load=1.5"
         )
     tokens = deployment_of(config).pool.tokens
-    if section == "device" and last in _MEMORY:
+    if section == "device" and last in OF_MEMORY.split():
         raise UserError(
             "the pool is that of the deployment, so this would change nothing; ask another pool, as "
             f"cache.pool_tokens={2 * tokens}"

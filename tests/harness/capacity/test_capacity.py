@@ -17,6 +17,7 @@ from harness.capacity import (
     CapacityAnswer,
     Figure,
     best_block_size,
+    device_blocks,
     estimate,
     highest,
     highest_rate,
@@ -28,7 +29,10 @@ from harness.capacity.case import LoadCase, busiest_window, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
+from harness.cli.workload import _capacity_config
+from harness.config.compose import compose_config
 from harness.config.errors import UserError
+from harness.config.overrides import parse_overrides
 from harness.config.schema import CostKind, Oversize, RunConfig
 from harness.point.cost import cost_model
 from harness.workload.simulate import predict
@@ -366,6 +370,23 @@ def test_drawn_requests_differ_by_seed() -> None:
     case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     assert case.draws
     assert case.run(rate=1.0).metrics != case.run(rate=1.0, seed=1).metrics
+
+
+@pytest.mark.parametrize("pool", ["cache.pool_blocks=20", "cache.pool_tokens=320", "cache.pool_tokens=null"])
+def test_what_a_device_holds_is_no_pool_that_was_given(pool: str) -> None:
+    words = ("measure=false", "model=llama31_8b", "device=h100", pool)
+    held = device_blocks(compose_config(axis.settings[0] for axis in parse_overrides(words)))
+    assert held is not None
+    assert held > 20_000
+
+
+def test_memory_beside_a_pool_does_nothing_unless_a_pool_is_searched(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("model=llama31_8b", "device=h100", "cache.pool_tokens=4096", "device.memory_utilization=0.5")
+    said = {find: (_capacity_config(words, find), capsys.readouterr().err)[1] for find in ("rate", "pool")}
+    assert "without effect beside the other settings: device.memory_utilization" in said["rate"]
+    assert "without effect" not in said["pool"]
 
 
 def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:

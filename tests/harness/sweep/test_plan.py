@@ -366,6 +366,8 @@ def test_published_timings_stand_in_the_place_of_shares_links_and_times() -> Non
         ("cache.host_tokens=999 scheduler.preemption=swap", set()),
         ("measure=true device.kv_efficiency=0.5", {"device.kv_efficiency"}),
         ("measure=true cost.kind=roofline device.kv_efficiency=0.5", set()),
+        ("cache.pool_tokens=4096 device.memory_utilization=0.5", {"device.memory_utilization"}),
+        ("cache.pool_tokens=null device=h100 device.memory_utilization=0.5", set()),
         ("model=qwen3_30b_a3b cost=published model.expert_skew=1", {"model.expert_skew"}),
         ("model=qwen3_30b_a3b cost=roofline model.expert_skew=1", set()),
     ],
