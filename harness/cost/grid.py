@@ -289,9 +289,8 @@ def seconds_at_block_size(shapes: Sequence[TimedShape], block_size: int) -> dict
         )
     ends = {max(one for one in timed if one <= block_size), min(one for one in timed if one >= block_size)}
     profiles: dict[Pair, dict[int, float]] = {}
-    for (pair, size), seconds in medians(
-        ((shape[:2], shape.block_size), shape.seconds) for shape in shapes
-    ).items():
+    timings = medians(((shape[:2], shape.block_size), shape.seconds) for shape in shapes)
+    for (pair, size), seconds in timings.items():
         profiles.setdefault(pair, {})[size] = seconds
     found = {}
     for pair, profile in profiles.items():

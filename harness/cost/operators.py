@@ -495,9 +495,8 @@ def _no_decode(table: OperatorTable, model: ModelShape, device: DeviceShape) -> 
     def words(geometry: tuple[int, int, int, str]) -> str:
         return "{}/{} heads of {}, {}".format(*geometry)
 
-    known = (
-        "; ".join(map(words, sorted({_geometry(row) for row in table.rows if row.op == "decode"}))) or "none"
-    )
+    held = {_geometry(row) for row in table.rows if row.op == "decode"}
+    known = "; ".join(map(words, sorted(held))) or "none"
     lacks = f"{table.device} has no grid of decodes of {words(geometry_of(model, device))}"
     return f"{table.file}: {lacks} (it takes two rows and two contexts at least). It has: {known}"
 

@@ -138,9 +138,8 @@ class CheckpointFacts:
 
     def wrong(self, name: str, allowed: str) -> ConfigError:
         """The error of the value under `name`; `allowed` says what it must be."""
-        return ConfigError(
-            self._key, f"{self._read.file}: {name} is {self.written(name)!r}, must be {allowed}"
-        )
+        found = f"{self._read.file}: {name} is {self.written(name)!r}"
+        return ConfigError(self._key, f"{found}, must be {allowed}")
 
     def number(self, *names: str, most: int = _MOST) -> int:
         """The first of `names` that is written: a whole number from 1 to `most`.
@@ -297,11 +296,10 @@ def _experts(facts: CheckpointFacts, layers: int) -> Experts | None:
     width = facts.maybe("moe_intermediate_size") or facts.number("intermediate_size")
     count = 1 if facts.family == _LLAMA_4 else facts.maybe("n_shared_experts") or 0
     shared = facts.maybe("shared_expert_intermediate_size") or width * count
-    count, active = facts.number(*_EXPERTS), facts.number("num_experts_per_tok", "experts_per_token")
+    of_token = "num_experts_per_tok", "experts_per_token"
+    count, active = facts.number(*_EXPERTS), facts.number(*of_token)
     if active > count:
-        name = next(
-            name for name in ("num_experts_per_tok", "experts_per_token") if facts.get(name) is not None
-        )
+        name = next(name for name in of_token if facts.get(name) is not None)
         raise facts.wrong(name, f"at most the number of experts, {count}")
     dense = facts.get("first_k_dense_replace") or 0
     if not isinstance(dense, int) or isinstance(dense, bool) or not 0 <= dense <= layers:
@@ -362,9 +360,8 @@ def _chunks(facts: CheckpointFacts, layers: int) -> tuple[int | None, int]:
         every = facts.maybe("no_rope_layer_interval") or 4
         rotary = [int((layer + 1) % every > 0) for layer in range(layers)]
     if not isinstance(rotary, list) or len(rotary) < layers:
-        raise facts.wrong(
-            "no_rope_layers", f"a list of {layers} numbers, 0 for a layer without rotary positions"
-        )
+        allowed = f"a list of {layers} numbers, 0 for a layer without rotary positions"
+        raise facts.wrong("no_rope_layers", allowed)
     count = sum(bool(each) for each in rotary[:layers])
     return (chunk, count) if chunk and count else (None, 0)
 

@@ -359,11 +359,8 @@ def max_position(model: ModelConfig) -> int:
     """The longest sequence that the model takes, in tokens."""
     if not model.path:
         return model.max_position
-    facts = CheckpointFacts(model.path)
-    return (
-        facts.maybe("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-        or model.max_position
-    )
+    names = "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
+    return CheckpointFacts(model.path).maybe(*names) or model.max_position
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:
