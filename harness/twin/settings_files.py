@@ -53,9 +53,9 @@ def read_json_settings(file: SourceFile) -> EngineSettings:
                 for field, name in names.items()
                 if facts.get(name) is not None
             }
-            for name, size in (("pool_blocks", 1), ("pool_tokens", values.get("block_size", 0))):
-                if name in values:
-                    values[name] -= size  # vLLM's null block
+            for field, size in (("pool_blocks", 1), ("pool_tokens", values.get("block_size", 0))):
+                if field in values:
+                    values[field] -= size  # vLLM's null block
         found = found.changed(f"{file.name}, as the engine found it", **values)
     hardware = record.get("hardware")
     name = hardware.get("device_name", hardware.get("name")) if isinstance(hardware, dict) else None
