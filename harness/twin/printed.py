@@ -22,7 +22,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -115,7 +115,10 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
     if len(starts) > 1:
         first = f"Warning: {file.name}: a server was started {len(starts)} times with different arguments; "
         notes.append(f"{first}the last of each counts. Keep the part of the log of the server that answered.")
-    return found, _series(states) if states else None, notes
+    series = _series(states) if states else None
+    if series is not None and calendar.skips:  # its dates are not those of the year 2000
+        series = replace(series, began_s=None)
+    return found, series, notes
 
 
 def _said(words: str, where: str) -> Iterator[EngineSettings]:
@@ -195,14 +198,24 @@ _REQUEST_TIMES = (
 )
 
 
+_FEBRUARY_29_S, _DAY_S = datetime(2000, 2, 29, tzinfo=UTC).timestamp(), 86_400.0
+
+
 class _Calendar:
-    """Puts the times of lines, which may name no year, into their order over the end of a year."""
+    """Puts the times of lines, which may name no year, into their order over the end of a year.
+
+    Where no line lies between 28 February and 1 March, the year is taken to have no day between them (`skips`).
+    """
 
     def __init__(self) -> None:
         self._last = self._years_s = 0.0
+        self.skips = False
 
     def dated(self, at_s: float) -> float:
         """The time of the next line."""
+        march = at_s >= _FEBRUARY_29_S + _DAY_S
+        self.skips |= march and 0 < self._last < _FEBRUARY_29_S
+        at_s -= _DAY_S * (march and self.skips)
         self._years_s += YEAR_S * (at_s + self._years_s < self._last - YEAR_S / 2)
         self._last = at_s + self._years_s
         return self._last

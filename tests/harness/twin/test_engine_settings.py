@@ -11,9 +11,11 @@ import pytest
 from harness.capacity.flags import serve_line
 from harness.config.compose import compose_config
 from harness.config.overrides import parse_overrides
+from harness.twin.printed import read_server_log
 from harness.twin.reading import EngineLogError, read_engine_log
 from harness.twin.settings import SGLANG, VLLM, EngineSettings, with_vllm_defaults
 from traces.errors import RowError
+from traces.formats.files import open_source
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "deployments"
 CSV = "arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s\n0,5,2,1,2\n"
@@ -362,6 +364,24 @@ def test_a_log_over_the_end_of_a_year_keeps_its_order(
     assert log.series is not None, log.notes
     assert log.series.running.tolist() == running
     assert np.diff(log.series.at_s).tolist() == pytest.approx([10] * 4)
+
+
+@pytest.mark.parametrize(
+    ("times", "gaps"),
+    [
+        (["02-28 23:59:50", "03-01 00:00:00", "03-01 00:00:10"], [10, 10]),
+        (["02-28 23:59:50", "02-29 00:00:00", "03-01 00:00:10"], [10, 86_410]),
+        (["03-01 23:59:50", "03-02 00:00:00"], [10]),
+    ],
+)
+def test_a_log_over_the_end_of_february_has_the_29th_only_where_a_line_has_it(
+    tmp_path: Path, times: list[str], gaps: list[int]
+) -> None:
+    (tmp_path / "server.log").write_text("".join(STATE.format(time, 1) for time in times))
+    series = read_server_log(open_source(tmp_path / "server.log"))[1]
+    assert series is not None
+    assert np.diff(series.at_s).tolist() == gaps
+    assert (series.began_s is None) == (gaps == [10, 10])
 
 
 def test_the_ranks_of_sglangs_data_parallelism_are_added_up(tmp_path: Path) -> None:
