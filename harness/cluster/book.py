@@ -10,6 +10,7 @@ driver reads. A point that began and neither ended nor was let go was cut off wh
 
 import json
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -88,12 +89,10 @@ class Book:
 
     def newest_of_points(self) -> Iterator[tuple[str, str, Submission]]:
         """(fingerprint, task id, submission) of each point's last task."""
-        last = {
-            point: (task, each)
-            for each in self.submissions
-            for task, points in each.tasks.items()
-            for point in points
-        }
+        last: dict[str, tuple[str, Submission]] = {}
+        for each in self.submissions:
+            for task, points in each.tasks.items():
+                last |= dict.fromkeys(points, (task, each))
         yield from ((point, task, each) for point, (task, each) in last.items())
 
 
@@ -103,6 +102,8 @@ def _submission(entry: dict[str, Any]) -> Submission:
     texts = [made.name, made.folder, *(name for group in made.groups for name in group)]
     if not all(isinstance(text, str) for text in texts):
         raise ValueError("a name that is no text")
+    if not re.fullmatch(r"pagetwin-[\w-]+", made.name):  # it is cancelled by this name, and said to be
+        raise ValueError(f"a job name {made.name!r}")
     if made.number is not None and not (isinstance(made.number, str) and made.number.isdecimal()):
         raise ValueError(f"a job number {made.number!r}")
     return made

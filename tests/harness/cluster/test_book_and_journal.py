@@ -35,9 +35,12 @@ def test_tasks_of_an_array_are_numbered_and_a_single_job_is_not() -> None:
 
 def test_a_point_belongs_to_its_last_task(tmp_path: Path) -> None:
     book = kept(
-        tmp_path, Submission("a", "f", [["p"]], number="1"), Submission("b", "f", [["p"]], number="2")
+        tmp_path,
+        Submission("pagetwin-a", "f", [["p"]], number="1"),
+        Submission("pagetwin-b", "f", [["p"]], number="2"),
     )
-    assert [(point, task, each.name) for point, task, each in book.newest_of_points()] == [("p", "2", "b")]
+    found = [(point, task, each.name) for point, task, each in book.newest_of_points()]
+    assert found == [("p", "2", "pagetwin-b")]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +51,9 @@ def test_a_point_belongs_to_its_last_task(tmp_path: Path) -> None:
         '{"schema": 2, "submissions": []}',
         '{"schema": 1, "submissions": [{}]}',
         BOOK.replace("NAME", "1"),
-        BOOK.replace("NAME", '"n"').replace("null", '"7; rm"'),
+        BOOK.replace("NAME", '"pagetwin-n"').replace("null", '"7; rm"'),
+        BOOK.replace("NAME", '"my-training"'),
+        BOOK.replace("NAME", '"pagetwin-a; rm -rf ~"'),
     ],
 )
 def test_a_damaged_book_is_refused_because_jobs_may_be_at_work(tmp_path: Path, text: str) -> None:

@@ -162,7 +162,7 @@ def test_the_log_of_a_point_is_found(tmp_path: Path, capsys: pytest.CaptureFixtu
     names = [file.parent.name for file in sorted((tmp_path / "store").rglob("record.json"))]
     Book(
         tmp_path / "store" / "jobs.json",
-        [Submission("a", "/private/a", [[names[0]], [names[1]]], number="7")],
+        [Submission("pagetwin-a", "/private/a", [[names[0]], [names[1]]], number="7")],
     ).write()
     capsys.readouterr()
     assert main(["logs", f"{tmp_path}/store", "--point", names[1][:9]]) == 0
