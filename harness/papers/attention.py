@@ -65,14 +65,8 @@ def layers_that_change() -> Found:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, **heads)
     model = LlamaForCausalLM(config).double().eval()
     keys = []
     for first in (1, 2):

@@ -328,9 +328,8 @@ def computed_tokens(prompt: int, requests: int) -> Found:
     """Tokens that one step computes for equal prompts, without and with the prefix cache."""
     found = {}
     for caching in (False, True):
-        plan = first_step(
-            PagedManager(100, 16, prefix_caching=caching), requests_of([range(prompt)] * requests)
-        )
+        manager = PagedManager(100, 16, prefix_caching=caching)
+        plan = first_step(manager, requests_of([range(prompt)] * requests))
         found[caching] = (int(plan.query_len.sum()), plan.hit_tokens)
     return {
         "without": found[False][0],

@@ -135,9 +135,8 @@ class Result:
         judged = [one for one in self.bars if not one.bar.fitted]
         good = sum(abs(one.error) <= found.within for one in judged)
         inside = sum(one.inside for one in judged)
-        apart = (
-            [f"{inside} of them inside a printed range, which is no agreement to a number"] if inside else []
-        )
+        said = f"{inside} of them inside a printed range, which is no agreement to a number"
+        apart = [said] if inside else []
         fitted = [one for one in self.bars if one.bar.fitted]
         missed = sum(abs(one.error) > found.within for one in fitted)
         beside = f", though {missed} of them are off by more" if missed else ""

@@ -440,9 +440,7 @@ def memory(pools_gib: Mapping[str, float], model: str, memory_gb: float) -> dict
     OPT has no gate in its MLP and one matrix for both embeddings.
     """
     shape = replace(shape_of(model), mlp_matrices=2, tied_embeddings=True)
-    slots = {
-        f"slots_{name}": gib * GIB // shape_of(name).kv_bytes_per_token for name, gib in pools_gib.items()
-    }
+    slots = {f"slots_{one}": gib * GIB // shape_of(one).kv_bytes_per_token for one, gib in pools_gib.items()}
     return {
         **slots,
         "weights_percent": 100 * shape.weight_bytes / (memory_gb * 1e9),
