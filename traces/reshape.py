@@ -391,7 +391,7 @@ def _cut(trace: Trace, inside: list[bool], whole_sessions: bool, window: str) ->
     if not kept:
         reason = f"no request in the window ({window}); the trace has {len(trace.requests):,}"
         raise ParameterError("window", reason)
-    moved = replace(kept, arrival_us=kept.arrival_us - kept.arrival_us[0])
+    moved = kept.from_first()
     if moved == trace.requests:
         return trace
     cut = sum(request.parent is None and (request.turn or 1) > 1 for request in moved)

@@ -210,6 +210,10 @@ class Requests(Sequence[TraceRequest]):
         values = [columns[name] if name in columns else self.values(name) for name in _PLACES]
         return replace(self, others=tuple(zip(*values, strict=True)))
 
+    def from_first(self) -> "Requests":
+        """The same requests, and the first arrives at zero."""
+        return replace(self, arrival_us=self.arrival_us - self.arrival_us[:1])
+
     def take(self, places: Ints) -> "Requests":
         """Some of the requests, in this order."""
         lengths = {name: getattr(self, name)[places] for name in _LENGTHS[:-1]}

@@ -420,8 +420,7 @@ class LoadCase:
         if same not in self._known:
             copies = len(rows) // len(part.point.trace.requests)
             # no rate has the time before the first
-            rows = replace(rows, arrival_us=rows.arrival_us - rows.arrival_us[0])
-            started = part.point.of_trace(replace(trace, requests=rows))
+            started = part.point.of_trace(replace(trace, requests=rows.from_first()))
             self._known[same] = self._replayed(started, copies, rate, changes, seed, end)
         return self._known[same]
 

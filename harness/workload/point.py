@@ -332,8 +332,7 @@ def served_point(config: RunConfig, recorded: Trace | None = None) -> Point:
             msgpack()
         except TraceError as error:
             raise ConfigError("replay.kv_events", error.reason) from error
-    reasons = _oversize(point)
-    if reasons:
+    if reasons := _oversize(point):
         if config.workload.oversize is Oversize.error:
             raise ConfigError("workload.oversize", _refusal(point, reasons))
         rows = _without_texts(trace)
@@ -342,11 +341,14 @@ def served_point(config: RunConfig, recorded: Trace | None = None) -> Point:
         if not left.requests:
             raise ConfigError("workload.oversize", f"no request fits: {_refusal(point, reasons)}")
         point = point.of_trace(left)
-    path = config.decoding.beam_parents
-    if path is None:
-        return point
-    drawn = replace(drawn, parents=recorded_parents(path, point.trace, trace_decoding))
-    return replace(point, workload=replace(point.workload, drawn=drawn))
+    before_s = int(point.trace.columns.arrival_us[:1].sum()) / 1e6
+    if recorded is None and before_s:  # a process that draws arrivals begins with one
+        sentence = f"times from the first request on: the {before_s:g} s before it count in no rate"
+        point = point.of_trace(point.trace.changed(point.trace.columns.from_first(), sentence))
+    if (path := config.decoding.beam_parents) is not None:
+        drawn = replace(drawn, parents=recorded_parents(path, point.trace, trace_decoding))
+        point = replace(point, workload=replace(point.workload, drawn=drawn))
+    return point
 
 
 _RESUBMITTED = (

@@ -310,14 +310,11 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
             "workload.request_rate",
             "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
         )
-    kind = (
-        f"{mode}" if mode is ReplayMode.poisson else f"gamma (coefficient of variation {replay.burstiness:g})"
-    )
     process = ArrivalProcess(str(mode), rate, shape=replay.burstiness**-2)
     times = process.times_us(len(trace.requests), config.workload.seed)
-    return _at(
-        trace, times, f"arrivals drawn anew: {kind}, {rate:.4g} requests/s, seed {config.workload.seed}"
-    )
+    kind = mode if mode is ReplayMode.poisson else f"gamma (coefficient of variation {replay.burstiness:g})"
+    said = f"arrivals drawn anew: {kind}, {rate:.4g} requests/s, seed {config.workload.seed}"
+    return _at(trace, times, said)
 
 
 def _at(trace: Trace, times_us: Sequence[int], sentence: str) -> Trace:

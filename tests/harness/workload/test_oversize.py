@@ -1,6 +1,8 @@
 """Requests that never fit are found by the hardest ones alone, with the answer that a look at every one gives."""
 
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,10 +15,15 @@ from harness.config.compose import compose_config
 from harness.config.errors import ConfigError, UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import RunConfig
+from harness.point.cost import cost_model
 from harness.workload import point
 from harness.workload.point import resolve
+from harness.workload.simulate import predict
 from traces.analysis.reuse import realised_prefix_share
 from traces.errors import TraceError
+from traces.formats.pagetwin import write_jsonl
+from traces.synth.generator import generate_trace
+from traces.trace import Requests, Segment, TraceRequest
 
 POLICIES = ["paged", "contiguous_max", "contiguous_pow2", "contiguous_oracle"]
 
@@ -53,6 +60,23 @@ def test_the_hardest_requests_give_the_answer_of_all(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(point, "_all_fit", lambda whole: False)
         assert quick == answer(config)
+
+
+@pytest.mark.parametrize("oversize", [(), ("cache.max_model_len=2000", "workload.oversize=drop")])
+def test_the_time_before_the_first_request_that_is_left_counts_in_no_rate(
+    oversize: tuple[str, ...], tmp_path: Path
+) -> None:
+    rows = [TraceRequest(i, 10**9 + i * 50_000, 64, 8, (Segment(None, 64),)) for i in range(20)]
+    long = [TraceRequest(99, 0, 4000, 8, (Segment(None, 4000),))] if oversize else []
+    spans = []
+    for first, requests in enumerate((rows, [*long, *rows])):
+        trace = generate_trace("azure_conv", num_requests=len(requests), seed=0)
+        write_jsonl(replace(trace, requests=Requests.of(requests)), tmp_path / f"{first}.jsonl")
+        named = ("trace=pagetwin", f"trace.path={tmp_path / f'{first}.jsonl'}", *oversize)
+        built = resolve(composed(*named, "model=llama3_8b", "device=h100", "workload=as_recorded"))
+        spans.append(predict(built, cost_model(built.deployment), rows=False).metrics["span"])
+        assert "the 1000 s before it count in no rate" in built.trace.header.changes[-1]
+    assert spans[0] == spans[1] < 2
 
 
 def test_a_smaller_pool_is_not_taken_for_one_that_fits() -> None:
