@@ -17,7 +17,7 @@ import numpy as np
 from engine.core.options import Sharing
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat, WeightDtype
+from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.metrics.log import FloatArray, RunLog
@@ -45,7 +45,6 @@ _STUDENT = 3.0  # 99 % of Student's t with as many degrees of freedom as the oth
 _LEAST_GROWTH = 0.01  # of the arriving requests
 _BUSY = 4  # the busiest window has one of so many requests
 _LEAST_BUSY = 500
-_NARROW = 4  # the FLOP/s of the narrowest weights (4 bits), as a multiple of the element type's
 NOT_SAMPLED = "not in the windows that are simulated (advise --requests takes more)"
 LOST = {
     "rejected": "were rejected",
@@ -470,9 +469,8 @@ class LoadCase:
         reads = float((outputs * (prompts + outputs / 2)).sum()) / (1 + config.decoding.draft_tokens)
         read = whole * shape.kv_bytes_per_token * reads / len(rows)
         many = device.tensor_parallel * device.data_parallel
-        narrow = 1 if config.model.weight_dtype is WeightDtype.model else _NARROW
         by = {
-            "FLOP/s": device.tflops * 1e12 * narrow * many / max(flop, 1.0),
+            "FLOP/s": device.tflops * 1e12 * shape.most_flops * many / max(flop, 1.0),
             "bytes/s": device.bandwidth_gbs * 1e9 * many / max(read, 1.0),
         }
         least = min(by, key=lambda name: by[name])

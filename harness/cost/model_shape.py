@@ -127,6 +127,11 @@ class ModelShape:
         return Sight(self.window, self.chunked) if self.window else None
 
     @property
+    def most_flops(self) -> float:
+        """What matrix units may do with its elements at most, as a multiple of `flops`: those of 4 bits four times."""
+        return 4.0 if self.layer_bits or self.expert_bits or self.kv_bytes_per_element else 1.0
+
+    @property
     def attention_weights(self) -> int:
         """The matrices of one layer's attention."""
         latent = self.latent

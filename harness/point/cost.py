@@ -135,7 +135,8 @@ def bounds_of(point: Point, cost: CostModel) -> dict[str, Any] | None:
         return None
     if deployment.device.name == EngineDevice.cpu.value:
         return None
-    devices = {"datasheet": deployment.hardware.bound}
+    bound = deployment.hardware.bound
+    devices = {"datasheet": replace(bound, flops=bound.flops * deployment.shape.most_flops)}
     if deployment.device.fitted_from is None:
         devices |= {"fast_end": _at_end(deployment, True), "slow_end": _at_end(deployment, False)}
     ends = {name: roofline.RooflineCost(cost.model, device, cost.draft) for name, device in devices.items()}
