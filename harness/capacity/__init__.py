@@ -251,7 +251,8 @@ _END = 0.125  # share at which the search for an end stops
 def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> CapacityAnswer:
     """The answer with the rates at the slow and the fast end of what is left open of the device as its band.
 
-    The slow end meets the SLO where the lower one is (0: at no rate), and the fast end does not where the upper one is.
+    The slow end meets the SLO where the lower one is (0: at no rate), and the fast end does not where the upper one is,
+    or no device of the kind serves more.
     """
     if answer.value is None or not case.has_ends:
         return answer
@@ -261,9 +262,9 @@ def with_bounds(case: LoadCase, answer: CapacityAnswer, changes: Changes) -> Cap
     search = partial(highest, precision=_END, factor=1 + _END, steep=steep)
     at_slow, at_fast = (partial(_figure, case, changes, 0, end) for end in ("slow", "fast"))
     slow = search(at_slow, rate * _SLOW, low=rate * SLOWEST, high=rate, flat=0.0)
-    known = {rate: Figure(True, 0.0)}
-    fast = search(at_fast, rate * _FAST, low=rate, high=HIGHEST_RATE, known=known)
-    return replace(answer, band=(slow.good or 0.0, fast.bad or HIGHEST_RATE))
+    known, top = {rate: Figure(True, 0.0)}, max(rate, min(HIGHEST_RATE, case.most_rate[0]))
+    fast = search(at_fast, rate * _FAST, low=rate, high=top, known=known)
+    return replace(answer, band=(slow.good or 0.0, fast.bad or top))
 
 
 def _figure(

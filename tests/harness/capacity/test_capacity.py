@@ -6,6 +6,7 @@ from copy import deepcopy
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -23,9 +24,10 @@ from harness.capacity import (
     highest_rate,
     smallest,
     smallest_pool,
+    with_bounds,
 )
 from harness.capacity.advice import rate_text
-from harness.capacity.case import LoadCase, busiest_window, growth
+from harness.capacity.case import LoadCase, Trial, busiest_window, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
@@ -525,6 +527,20 @@ def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_not_even_simulate
     answer = highest_rate(case, 1, 0.05, lambda _: None)
     assert answer.value is None or answer.value.mean <= most
     assert all((trial.rate or 0.0) <= most for trial in case.made if not trial.end)
+
+
+def test_no_end_of_a_device_serves_more_than_its_peak() -> None:
+    """Where turns wait for answers every rate meets a generous SLO: the band went up to 1e+06 requests/s."""
+    asked = list[float]()
+
+    def run(changes: object, *, rate: float, seed: int, end: str) -> Trial:
+        asked.append(rate)
+        return Trial(rate, {}, seed, {}, {}, None, (), end=end)
+
+    case = SimpleNamespace(has_ends=True, most_rate=(31.5, "FLOP/s"), slo=(), run=run)
+    answer = CapacityAnswer("", "requests/s", estimate([30.9]))
+    assert with_bounds(case, answer, {}).band == (30.9, 31.5)  # type: ignore[arg-type]
+    assert max(asked) <= 31.5
 
 
 def test_the_command_finds_writes_and_prints(
