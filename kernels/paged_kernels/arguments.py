@@ -5,6 +5,7 @@ strides cost nothing. Values (lengths, block tables, slots) are on the device, a
 This is not possible while a CUDA graph is captured, and a caller that trusts its values may skip it.
 """
 
+import threading
 from typing import NamedTuple
 
 import numpy as np
@@ -80,7 +81,7 @@ class Scoring(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether torch's fused SDPA can compute this: no softcap, sinks or ALiBi."""
-        return not self.softcap and self.sinks is None and self.alibi is None
+        return not self.options
 
 
 def causal_window(
@@ -189,7 +190,11 @@ class Workspace:
         return make(max(numel, 2 * held), dtype=dtype, device=device)
 
 
-DEFAULT_WORKSPACE = Workspace()
+class _WorkspaceOfThread(threading.local, Workspace):
+    """Each thread sees one of its own."""
+
+
+DEFAULT_WORKSPACE = _WorkspaceOfThread()
 
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
@@ -229,11 +234,11 @@ def check_tables(
     block_table: torch.Tensor, seq_lens: torch.Tensor, cu_seqlens_q: torch.Tensor, device: torch.device
 ) -> None:
     """Check that there is one table row, length and span of queries per sequence, as integers on q's device."""
-    rows = seq_lens.shape[0]
-    if block_table.dim() != 2 or block_table.shape[0] != rows or cu_seqlens_q.shape[0] != rows + 1:
+    rows = seq_lens.numel()
+    if seq_lens.dim() != 1 or block_table.shape[:-1] != (rows,) or cu_seqlens_q.shape != (rows + 1,):
         raise ShapeError(
             f"{rows} seq_lens need as many rows in block_table {tuple(block_table.shape)} and one more in "
-            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)}"
+            f"cu_seqlens_q {tuple(cu_seqlens_q.shape)}; seq_lens {tuple(seq_lens.shape)} must have one axis"
         )
     named = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     for name, tensor in named.items():
@@ -245,9 +250,10 @@ def check_tables(
 
 
 def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Check that `out` is `[tokens, heads, dv]`, and `lse` `[tokens, heads]`, contiguous, float32 or float64."""
-    if out.shape != (*q.shape[:2], dv) or out.device != q.device:
-        raise ShapeError(f"out {tuple(out.shape)} on {out.device} must be {(*q.shape[:2], dv)} on {q.device}")
+    """Check that `out` is `[tokens, heads, dv]` as q, and `lse` `[tokens, heads]`, contiguous, float32 or float64."""
+    if out.shape != (*q.shape[:2], dv):
+        raise ShapeError(f"out {tuple(out.shape)} must be {(*q.shape[:2], dv)}")
+    check_same("out", out, "q", q)
     check_last_stride("out", out)
     if lse is None:
         return
@@ -259,13 +265,13 @@ def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor
         raise StrideError(f"lse has strides {lse.stride()} and must be contiguous")
 
 
-def check_scoring(scoring: Scoring, q: torch.Tensor) -> None:
+def check_scoring(scoring: Scoring, q: torch.Tensor, cache: torch.Tensor) -> None:
     """Check that options are in range, and that there is one sink and one slope per head."""
     if scoring.window < 0 or scoring.softcap < 0:
         raise OptionError(
             f"window {scoring.window} and softcap {scoring.softcap} must not be negative; 0 means none"
         )
-    check_scales(scoring.k_scale, scoring.v_scale)
+    check_scales(scoring.k_scale, scoring.v_scale, cache)
     for name, values in (("sinks", scoring.sinks), ("alibi", scoring.alibi)):
         if values is not None and (values.shape != q.shape[1:2] or values.device != q.device):
             raise ShapeError(
@@ -276,10 +282,11 @@ def check_scoring(scoring: Scoring, q: torch.Tensor) -> None:
             check_last_stride(name, values)
 
 
-def check_scales(k_scale: float, v_scale: float) -> None:
-    """Check that the scales of an fp8 cache are positive."""
-    if not k_scale > 0 or not v_scale > 0:
-        raise OptionError(f"k_scale {k_scale} and v_scale {v_scale} must be positive")
+def check_scales(k_scale: float, v_scale: float, cache: torch.Tensor) -> None:
+    """Check that the scales of an fp8 cache are positive, and that another one has none."""
+    if not min(k_scale, v_scale) > 0 or (cache.dtype.itemsize > 1 and not k_scale == v_scale == 1):
+        scales = f"k_scale {k_scale} and v_scale {v_scale} must be positive"
+        raise OptionError(f"{scales}, and 1 where the cache is not fp8: it is {cache.dtype}")
 
 
 def check_states(o_a: torch.Tensor, lse_a: torch.Tensor, o_b: torch.Tensor, lse_b: torch.Tensor) -> None:
@@ -328,8 +335,11 @@ def check_values(
     cu_seqlens_q: torch.Tensor,
     cache: torch.Tensor,
     tokens: int,
+    most: int,
 ) -> None:
-    """Check that lengths fit the tables, queries the lengths, and tables point into the cache. Waits for the device."""
+    """Check that lengths fit the tables, queries (`most` a sequence) the lengths, and tables the cache. Waits for the
+    device.
+    """
     if not can_read_values(seq_lens) or not seq_lens.numel():
         return
     blocks, block_size = cache.shape[:2]
@@ -346,17 +356,17 @@ def check_values(
         raise TableError(
             f"block_table[{row}, {column}] is {int(block_table[row, column])}; the cache has blocks 0 to {blocks - 1}"
         )
-    _check_spans(lengths, cu_seqlens_q.long(), tokens)
+    _check_spans(lengths, cu_seqlens_q.long(), tokens, most)
 
 
-def _check_spans(lengths: torch.Tensor, bounds: torch.Tensor, tokens: int) -> None:
+def _check_spans(lengths: torch.Tensor, bounds: torch.Tensor, tokens: int, most: int) -> None:
     queries = bounds.diff()
-    wrong = (queries < 0) | ((queries > lengths) & (lengths > 0))
+    wrong = (queries < 0) | (queries > most) | ((queries > lengths) & (lengths > 0))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise TableError(
             f"sequence {row} has {int(queries[row])} queries in cu_seqlens_q and {int(lengths[row])} cached tokens; "
-            "the queries must be the last of the cached tokens"
+            f"the queries must be the last of the cached tokens, {most} (max_seqlen_q) at most"
         )
     if int(bounds[0]) < 0 or int(bounds[-1]) > tokens:
         raise TableError(f"cu_seqlens_q runs from {int(bounds[0])} to {int(bounds[-1])}; q has {tokens} rows")

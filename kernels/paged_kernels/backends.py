@@ -221,11 +221,8 @@ def _unserved(device: torch.device, demand: Demand) -> str:
 
 def _whole(tensor: torch.Tensor) -> bool:
     """Whether every stride but the last is a multiple of 16 elements: the compiled kernels rely on it."""
-    return all(
-        stride % 16 == 0
-        for stride, size in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
-        if size > 1
-    )
+    pairs = zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True)
+    return all(stride % 16 == 0 for stride, size in pairs if size > 1)
 
 
 def _even(cache: torch.Tensor) -> bool:

@@ -226,8 +226,8 @@ def paged_attention_prefill(
 
     q `[tokens, heads, dk]` holds the last positions of each sequence's `seq_lens` cached tokens, so that a chunk of
     a prompt sees the whole prefix. `max_seqlen_q` is an upper bound of the queries of any sequence. None reads it from
-    the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Returns,
-    fills, checks and raises as `paged_attention_decode`.
+    the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Rows of q
+    that no sequence owns are undefined. Returns, fills, checks and raises as `paged_attention_decode`.
 
     On the Triton backend the decode kernel computes sequences of up to 64 queries, unless `prefill_kernel` is "plain".
     `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
@@ -240,7 +240,7 @@ def paged_attention_prefill(
 
 
 def _most_queries(q: torch.Tensor, bounds: torch.Tensor) -> int:
-    return max(1, int(bounds.diff().max()) if arguments.can_read_values(bounds) else len(q))
+    return max([1, *bounds.view(-1).diff().tolist()]) if arguments.can_read_values(bounds) else len(q)
 
 
 def _dispatch(
@@ -290,11 +290,10 @@ def check_batch(batch: PagedBatch, scoring: Scoring, *, validate: bool) -> None:
     arguments.check_caches(batch.key_cache, batch.value_cache)
     arguments.check_queries(batch.q, batch.key_cache)
     arguments.check_tables(batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.q.device)
-    arguments.check_scoring(scoring, batch.q)
+    arguments.check_scoring(scoring, batch.q, batch.key_cache)
     if _checks_values(batch.seq_lens, validate=validate):
-        arguments.check_values(
-            batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache, len(batch.q)
-        )
+        given = (batch.block_table, batch.seq_lens, batch.cu_seqlens_q, batch.key_cache)
+        arguments.check_values(*given, len(batch.q), batch.max_seqlen_q)
 
 
 def _checks_values(values: torch.Tensor, *, validate: bool) -> bool:
@@ -448,9 +447,9 @@ def reshape_and_cache(
     `paged_attention_decode`. Raises a `KernelError` before anything is written.
     """
     arguments.check_caches(key_cache, value_cache)
-    _check_rows("key", key, key_cache)
-    _check_rows("value", value, value_cache)
-    arguments.check_scales(k_scale, v_scale)
+    _check_rows("key", key, key_cache, key.shape[:1])
+    _check_rows("value", value, value_cache, key.shape[:1])
+    arguments.check_scales(k_scale, v_scale, key_cache)
     if _checks_values(slot_mapping, validate=validate):
         arguments.check_slots(slot_mapping, key.shape[0], key_cache)
     given = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
@@ -472,7 +471,8 @@ def copy_blocks(
     A mapping on the host is checked, and needs no staging buffer if no destination is a source.
     """
     arguments.check_same("key_cache", key_cache, "value_cache", value_cache)
-    pairs = _pairs(block_mapping, key_cache.shape[-4], key_cache.shape[-4])
+    blocks = min(key_cache.shape[-4], value_cache.shape[-4])
+    pairs = _pairs(block_mapping, blocks, blocks)
     if not len(pairs):
         return
     disjoint = pairs.device.type == "cpu" and not set(pairs[:, 0].tolist()) & set(pairs[:, 1].tolist())
@@ -510,9 +510,8 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: 
             f"block_mapping is on {block_mapping.device}; the host starts the copies: pass it on the CPU"
         )
     pairs = _pairs(block_mapping, source.shape[-4], destination.shape[-4])
-    torch_backend.swap_blocks(
-        source, destination, [(int(read), int(write)) for read, write in pairs.tolist()]
-    )
+    moved = [(int(read), int(write)) for read, write in pairs.tolist()]
+    torch_backend.swap_blocks(source, destination, moved)
 
 
 def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
@@ -538,11 +537,10 @@ def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
     return pairs
 
 
-def _check_rows(name: str, rows: torch.Tensor, cache: torch.Tensor) -> None:
-    if rows.dim() != 3 or rows.shape[1:] != cache.shape[2:]:
-        raise arguments.ShapeError(
-            f"{name} {tuple(rows.shape)} must be [tokens, {cache.shape[2]}, {cache.shape[3]}]"
-        )
+def _check_rows(name: str, rows: torch.Tensor, cache: torch.Tensor, tokens: torch.Size) -> None:
+    if rows.shape != (*tokens, *cache.shape[2:]):
+        expected = f"[tokens, {cache.shape[2]}, {cache.shape[3]}], with as many tokens in key and value"
+        raise arguments.ShapeError(f"{name} {tuple(rows.shape)} must be {expected}")
     if cache.dtype.itemsize > 1:
         arguments.check_same(name, rows, f"{name}_cache", cache)
     elif rows.device != cache.device:

@@ -114,7 +114,7 @@ def explicit_attention(
     q's dtype and the LSE `[N, kv_heads, group, T]`; a query that sees no key gets 0 and -inf.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = torch.matmul(q, k.transpose(-1, -2)).to(wide) * (scoring.scale * scoring.k_scale)
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-1, -2)) * (scoring.scale * scoring.k_scale)
     if scoring.softcap:
         scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
     if scoring.alibi is not None and distance is not None:

@@ -73,10 +73,14 @@ REFUSED = {
     "a negative window": ({"window": -1}, OptionError, "window -1"),
     "a negative softcap": ({"softcap": -2.0}, OptionError, "softcap -2.0"),
     "a scale of zero": ({"k_scale": 0.0}, OptionError, "k_scale 0.0"),
+    "a scale of what is stored without one": ({"v_scale": 2.0}, OptionError, "not fp8: it is torch.float32"),
+    "lengths in two dimensions": (changed("seq_lens", lambda n: n[:, None]), ShapeError, r"seq_lens \(2, 1\) must"),
+    "a single length": (changed("seq_lens", lambda n: n[0]), ShapeError, r"seq_lens \(\) must"),
     "no splits": ({"num_splits": 0}, OptionError, "num_splits 0"),
     "sinks for other heads": ({"sinks": torch.zeros(3)}, ShapeError, r"sinks \(3,\)"),
     "slopes elsewhere": ({"alibi": torch.zeros(4, device="meta")}, ShapeError, "on meta"),
     "an output of other form": ({"out": torch.empty(2, 4, 8)}, ShapeError, r"out \(2, 4, 8\)"),
+    "an output of another dtype": ({"out": torch.empty(2, 4, 16).half()}, DtypeError, "out is torch.float16 and q"),
     "a narrow lse": ({"lse": torch.empty(2, 4).half()}, DtypeError, "must be float32 or float64"),
     "an lse with gaps": ({"lse": torch.empty(2, 8)[:, ::2]}, StrideError, "must be contiguous"),
     "an unknown backend": ({"backend": "cuda"}, OptionError, "choose auto, native, torch, torch_ref, triton"),
@@ -131,6 +135,14 @@ def test_more_queries_than_cached_tokens_are_refused():
         paged_attention_prefill(*inputs, bounds, scale=1.0)
     with pytest.raises(TableError, match="runs from 0 to 16; q has 14 rows"):
         paged_attention_prefill(*inputs, torch.tensor([0, 8, 16]), scale=1.0)
+    with pytest.raises(TableError, match=r"sequence 1 has 6 queries .* 5 \(max_seqlen_q\) at most"):
+        paged_attention_prefill(*inputs, torch.tensor([0, 2, 8]), 5, scale=1.0)
+
+
+def test_no_sequence_has_no_output():
+    case = build_case(SPEC)
+    inputs = (case.q[:0], case.key_cache, case.value_cache, case.block_table[:0], case.seq_lens[:0])
+    assert paged_attention_prefill(*inputs, torch.tensor([0]), scale=1.0).shape == (0, 4, 16)
 
 
 def test_a_frozen_workspace_does_not_grow():
@@ -157,6 +169,10 @@ def test_rows_of_another_form_or_dtype_are_not_written():
     caches = (case.key_cache, case.value_cache)
     with pytest.raises(ShapeError, match=r"key \(2, 1, 16\) must be \[tokens, 2, 16\]"):
         reshape_and_cache(rows[:, :1], rows, *caches, slots)
+    with pytest.raises(ShapeError, match="with as many tokens in key and value"):
+        reshape_and_cache(rows, rows[:1], *caches, slots)
+    with pytest.raises(OptionError, match=r"k_scale 0.5 .* not fp8: it is torch.float32"):
+        reshape_and_cache(rows, rows, *caches, slots, k_scale=0.5)
     with pytest.raises(DtypeError, match=r"value is torch.float16"):
         reshape_and_cache(rows, rows.half(), *caches, slots)
     with pytest.raises(ShapeError, match="must be 2 integers"):
@@ -179,6 +195,12 @@ def test_a_mapping_that_points_nowhere_is_refused(pairs, message):
         copy_blocks(case.key_cache, case.value_cache, mapping)
     with pytest.raises(KernelError, match=message):
         swap_blocks(case.key_cache, torch.empty_like(case.key_cache), mapping)
+
+
+def test_a_mapping_points_into_both_caches():
+    case = build_case(SPEC)
+    with pytest.raises(TableError, match="reads blocks 1 to 1 of 2 and writes 2 to 2 of 2"):
+        copy_blocks(case.key_cache, case.value_cache[:2], [(1, 2)])
 
 
 def test_swaps_between_unlike_caches_are_refused():

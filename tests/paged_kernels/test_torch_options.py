@@ -1,9 +1,12 @@
 """The torch paths at every option, dtype and layout, against float64 under poison and garbage."""
 
+import threading
+
 import pytest
 import torch
 
 from paged_kernels import paged_attention_decode, paged_attention_prefill, reshape_and_cache, swap_blocks
+from paged_kernels.arguments import DEFAULT_WORKSPACE
 from paged_kernels.case import TOLERANCE, CaseSpec, build_case, exact_attention, relative_error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -83,6 +86,30 @@ def test_what_a_window_has_left_may_be_nan(queries, with_lse):
 @pytest.mark.parametrize("block_size", [1, 8, 32, 256])
 def test_every_head_dim_and_block_size(dk, block_size):
     assert errors(spec_of(dk=dk, block_size=block_size), with_lse=False)[0] < TOLERANCE[torch.float32]
+
+
+@pytest.mark.parametrize("queries", [(), QUERIES])
+@pytest.mark.parametrize("options", [{"sinks": True}, {"alibi": True}])
+def test_scores_that_half_precision_cannot_hold(queries, options):
+    case = build_case(spec_of(queries, dtype=torch.float16, **options))
+    case.q.abs_().add_(60)  # 32 products of 60 x 60 are more than 65,504
+    case.key_cache[~case.key_cache.isnan()] += 60
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    found = paged_attention_prefill(*inputs, **case.scoring._asdict(), backend="torch")
+    assert relative_error(found, exact_attention(case)[0]) < TOLERANCE[torch.float16]
+
+
+def test_each_thread_has_a_workspace_of_its_own():
+    kept = [DEFAULT_WORKSPACE.take("rows", 8, torch.zeros(1)).fill_(1.0)]
+
+    def other():
+        kept.append(DEFAULT_WORKSPACE.take("rows", 8, torch.zeros(1)).fill_(2.0))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert kept[0].tolist() == [1.0] * 8
+    assert kept[1].tolist() == [2.0] * 8
 
 
 def test_an_eight_bit_cache_holds_scaled_values_within_its_range():
