@@ -116,10 +116,8 @@ def pool_size(
     counts memory that is already in use, and leaves a tenth for activations; on a CPU the pool then takes 1 GiB. A size
     in bytes is at most what requests can use within the limits. Raises ModelError if the memory holds no block.
     """
-    limits, block_size = (
-        options.limits or SchedulerLimits(max_model_len=loaded.max_position),
-        options.slots_per_block,
-    )
+    limits = options.limits or SchedulerLimits(max_model_len=loaded.max_position)
+    block_size = options.slots_per_block
     longest = limits.max_model_len or loaded.max_position
     per_token = _token_bytes(loaded, options) + (_draft_bytes(draft, loaded, options) if draft else 0)
     tokens = options.pool_tokens

@@ -373,7 +373,9 @@ class LLM:
             for prompt, one, priority in zip(prompts, params, priorities, strict=True):
                 if not isinstance(one, SamplingParams):
                     raise RequestError(f"sampling_params are SamplingParams, not {one!r}")
-                ids = prompt.ids or encode_prompt(prompt.text or "", self.engine.tokenizer, **encoding)
+                ids = prompt.ids
+                if ids is None:
+                    ids = encode_prompt(prompt.text or "", self.engine.tokenizer, **encoding)
                 request_id = str(self._next_id)
                 self.engine.add_request(
                     *(request_id, ids, self._bounded(one, ids)), priority=priority, cache_salt=prompt.salt

@@ -142,7 +142,7 @@ class SamplingParams(metaclass=_TakesVllm):
     bad_words: Sequence[str] | None = None  # texts that must not appear in the output
     structured_outputs: StructuredOutputsParams | None = None  # the form that the output must have
     prompt_logprobs: int | None = None  # as `logprobs`, for the tokens of the prompt
-    # keep only so many last tokens of the prompt; -1: as many as fit
+    # keep only so many last tokens of the prompt; -1: as many as leave room for max_tokens (vLLM: for one token)
     truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     detokenize: bool = True
@@ -150,6 +150,7 @@ class SamplingParams(metaclass=_TakesVllm):
 
     def __post_init__(self) -> None:
         check_types(self)
+        self.seed = None if self.seed == -1 else self.seed  # as vLLM
         self.output_kind = OutputKind(self.output_kind)
         self._check_ranges()
         self._check_combinations()
@@ -320,12 +321,8 @@ def check_types(params: SamplingParams) -> None:
             wanted, fits = "a number", _is_number(value)
         if not fits:
             raise ParamsError(name, f"{value!r} is not {wanted}")
-    stop, tokens, bias, form = (
-        params.stop,
-        params.allowed_token_ids,
-        params.logit_bias,
-        params.structured_outputs,
-    )
+    stop, tokens = params.stop, params.allowed_token_ids
+    bias, form = params.logit_bias, params.structured_outputs
     words = partial(_is_list_of, fits=lambda one: isinstance(one, str))
     ids = partial(_is_list_of, fits=is_whole)
     for name, fits, wanted in (

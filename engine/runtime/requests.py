@@ -18,6 +18,7 @@ from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
 from engine.runtime.text import Detokenizer, Tokenizer, decode_ids, find_stop
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+BEFORE = 6  # tokens of the prompt that decide how an output begins: some characters have four
 
 
 @dataclass(slots=True)
@@ -163,7 +164,7 @@ def check_prompt(
 
 
 def truncated(ids: list[int], params: SamplingParams, limits: SchedulerLimits) -> list[int]:
-    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; -1: as many as leave room for a token."""
+    """The last tokens of a prompt, as many as `truncate_prompt_tokens` says; -1: what leaves room for the output."""
     most = params.truncate_prompt_tokens
     if most is None:
         return ids
@@ -179,7 +180,7 @@ def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[
         raise TokenizerError("bad_words: this engine has no tokenizer")
     found: list[list[int]] = []
     for word in words:
-        for text in (word, f" {word.lstrip()}"):
+        for text in (word.lstrip(), f" {word.lstrip()}"):
             try:
                 assert tokenizer is not None
                 ids = list(tokenizer.encode(text, add_special_tokens=False))
@@ -260,8 +261,11 @@ class RequestState:
         self._read = [0] * width
         self._hashable = [0] * width
         if self.tokenizer is not None and not self._is_beam:
-            skip = self.params.skip_special_tokens
-            self._texts = [Detokenizer(self.tokenizer, skip_special_tokens=skip) for _ in range(width)]
+            self._texts = [self._detokenizer(self.tokenizer) for _ in range(width)]
+
+    def _detokenizer(self, tokenizer: Tokenizer) -> Detokenizer:
+        skip = self.params.skip_special_tokens
+        return Detokenizer(tokenizer, self.prompt_ids[-BEFORE:], skip_special_tokens=skip)
 
     @property
     def _is_beam(self) -> bool:
@@ -282,13 +286,13 @@ class RequestState:
             raise changes.constraint.failure
 
     def _read_branch(self, branch: int, text: Detokenizer) -> None:
-        generation = self.generation
+        generation, kept = self.generation, self.params.include_stop_str_in_output
         ended = generation.ends[branch]
         known = generation.known[branch] - generation.request.prompt_tokens if ended is None else ended
         while self._read[branch] < known:
             token = int(generation.output_ids(branch)[self._read[branch]])
             self._read[branch] += 1
-            if self._read[branch] == ended and token in generation.rules.end_ids:
+            if self._read[branch] == ended and token in generation.rules.end_ids and not kept:
                 return  # the end token does not belong to the text
             before = len(text.text)
             text.add([token])
@@ -296,8 +300,7 @@ class RequestState:
             found = find_stop(text.text, self.params.stops, before) if watched else None
             if found:
                 position, stop = found
-                kept = len(stop) if self.params.include_stop_str_in_output else 0
-                self._stopped_by[branch], self._cut[branch] = stop, position + kept
+                self._stopped_by[branch], self._cut[branch] = stop, position + len(stop) * kept
                 generation.ends[branch] = self._read[branch]
                 return
 
@@ -340,7 +343,7 @@ class RequestState:
         for rank, (ids, score) in enumerate(pairs):
             end, text = ids[-1] if ids and ids[-1] in ends else None, ""
             if self.tokenizer is not None:
-                whole = Detokenizer(self.tokenizer, skip_special_tokens=self.params.skip_special_tokens)
+                whole = self._detokenizer(self.tokenizer)
                 whole.add(ids if end is None else ids[:-1], last=True)
                 text = whole.text
             why: FinishReason = reason or ("length" if end is None else "stop")

@@ -152,15 +152,19 @@ class Detokenizer:
     """The text of one sequence. Call `add` with new token ids and read `text`. Raises TokenizerError.
 
     A token may hold only a part of a character, and a decoder may put spaces between tokens. So the last tokens are
-    decoded again with every new one, and an incomplete character is not yet part of `text`.
+    decoded again with every new one, and an incomplete character is not yet part of `text`. `before` are the last
+    tokens of the prompt: a decoder that leaves out the space in front of a text would leave out that of the first word.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, before: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self.text = ""
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
-        self._ids: list[int] = []
-        self._shown = self._anchor = 0  # number of ids that `text` holds; index where decoding starts again
+        self._ids = list(before)
+        # number of ids that `text` holds, or that are before it; index where decoding starts again
+        self._shown, self._anchor = len(self._ids), 0
 
     def add(self, token_ids: Sequence[int], *, last: bool = False) -> None:
         """Add new tokens. With `last` an incomplete character at the end becomes a replacement character."""
@@ -187,8 +191,10 @@ class Detokenizer:
 
 
 def find_stop(text: str, stops: Sequence[str], start: int) -> tuple[int, str] | None:
-    """Position of the first stop string that ends after index `start`, and the string; None if there is none."""
-    found = [
-        (index, stop) for stop in stops if (index := text.find(stop, max(0, start - len(stop) + 1))) >= 0
-    ]
-    return min(found) if found else None
+    """Position of the stop string that is whole first, after index `start`, and the string; None if there is none.
+
+    Of several that end with the same character it is the first of the list, as in vLLM.
+    """
+    places = ((text.find(stop, max(0, start - len(stop) + 1)), stop) for stop in stops)
+    found = [(index, stop) for index, stop in places if index >= 0]
+    return min(found, key=lambda one: one[0] + len(one[1]), default=None)

@@ -286,7 +286,7 @@ class Message(BaseModel):
         """The message in the form that chat templates take."""
         content = self.content or ""
         text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": self.role, "content": text}
+        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
 
 
 class ChatRequest(_Sampling):

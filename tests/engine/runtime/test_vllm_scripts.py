@@ -101,6 +101,17 @@ free = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=6, ignor
 out = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=6, stop_token_ids=[free[2]]))[0].outputs[0]
 assert out.stop_reason == free[2] and out.finish_reason == "stop"
 """,
+    "the text of a stop token": """
+free = llm.generate("the cat", SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0].outputs[0].token_ids
+ask = {"temperature": 0, "max_tokens": 6, "stop_token_ids": [free[2]]}
+hidden, shown = (llm.generate("the cat", SamplingParams(**ask, include_stop_str_in_output=one))[0].outputs[0]
+    for one in (False, True))
+assert shown.token_ids == hidden.token_ids and shown.stop_reason == free[2]
+assert shown.text.startswith(hidden.text) and len(shown.text) > len(hidden.text)
+""",
+    "no seed, as vLLM's benchmarks say it": """
+assert SamplingParams(seed=-1).seed is None and SamplingParams(seed=0).seed == 0
+""",
     "defaults written out": """
 params = SamplingParams(n=1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0, temperature=1.0,
     top_p=1.0, top_k=0, min_p=0.0, seed=None, stop=None, stop_token_ids=None, bad_words=None, ignore_eos=False,
@@ -326,6 +337,54 @@ def test_a_script_runs_on_an_llm(name, llm):
 @pytest.mark.parametrize("name", OWN)
 def test_a_script_runs_with_an_llm_of_its_own(name, model):
     exec(compile(IMPORTS + OWN[name], name, "exec"), {"MODEL": str(model)})
+
+
+def test_the_space_before_the_first_word_stays(model):
+    """Decoders of SentencePiece leave out the space in front of a text, which an output is not."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from engine.runtime.llm import LLM, SamplingParams
+
+    base = Tokenizer(models.WordLevel({f"▁w{number}": number for number in range(512)}, unk_token="▁w0"))
+    base.decoder = decoders.Metaspace()
+    words = PreTrainedTokenizerFast(tokenizer_object=base)
+    llm = LLM(str(model), tokenizer=words)
+    assert words.decode([7, 8]) == "w7 w8"
+    for ask in (SamplingParams(temperature=0, max_tokens=4), SamplingParams(beam_width=2, max_tokens=4)):
+        for out in llm.generate([[5, 6]], ask)[0].outputs:
+            assert out.text == "".join(
+                f" w{token}" for token in out.token_ids if token or not out.stop_reason
+            )
+
+
+def test_a_prompt_of_no_tokens_is_refused_where_an_empty_text_has_one(llm, monkeypatch):
+    monkeypatch.setattr(type(llm.get_tokenizer()), "encode", lambda self, text, **_: [5])
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        llm.generate({"prompt_token_ids": []})
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "found"),
+    [
+        ("a User:", ["User:", " User:"], (2, "User:")),  # both end here: the first of the list
+        ("a User:", [" User:", "User:"], (1, " User:")),
+        ("xabcz", ["abcz", "b"], (2, "b")),  # whole before the other is
+        ("xa", ["b"], None),
+    ],
+)
+def test_the_stop_string_that_is_whole_first_ends_a_text(text, stops, found):
+    from engine.runtime.text import find_stop
+
+    assert find_stop(text, stops, 1) == found
+
+
+def test_a_bad_word_is_hidden_at_the_begin_of_a_text_too():
+    from engine.runtime.requests import encode_bad_words
+
+    words = tokenizer()
+    assert encode_bad_words([" cat"], words) == encode_bad_words(["cat"], words)
+    assert words.encode("cat") in encode_bad_words([" cat"], words)
 
 
 # -- what vLLM takes and this engine does not -------------------------------------------------------------------

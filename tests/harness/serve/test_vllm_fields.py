@@ -451,3 +451,11 @@ def test_what_a_client_leaves_out_is_the_checkpoints_default_and_what_it_says_go
     assert short["usage"]["completion_tokens"] == talk["usage"]["completion_tokens"] == 3
     assert said["choices"] == again["choices"]
     assert said["usage"]["completion_tokens"] == 5
+
+
+def test_a_template_sees_the_name_of_who_speaks(engine, monkeypatch):
+    from harness.serve.protocol import ChatRequest
+
+    monkeypatch.setattr(engine.tokenizer, "chat_template", "{{ messages[0].name }}")
+    body = ChatRequest(messages=[{"role": "user", "content": "hi", "name": "the cat"}])
+    assert body.prompt_ids(engine.tokenizer) == engine.tokenizer.encode("the cat")
