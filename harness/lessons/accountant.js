@@ -18,9 +18,10 @@ function account({prompt, output}, {size, kvBytes, poolTokens, maxLen}) {
 }
 function total(requests, settings) {
   const rows = requests.map(request => account(request, settings)), sum = key => rows.reduce((all, row) => all + row[key], 0);
-  const slots = sum("blocks") * settings.size;
+  const slots = sum("blocks") * settings.size, held = rows.filter(row => row.tokens <= settings.maxLen);
+  const reserved = held.length * settings.maxLen;   // no reservation holds the others
   return {rows, tokens: sum("tokens"), blocks: sum("blocks"), tail: sum("tail"), entries: sum("entries"), bytes: sum("bytes"),
-    waste: slots ? sum("tail") / slots : 0, reserved: rows.length * settings.maxLen, reservedWaste: rows.length ? 1 - sum("tokens") / (rows.length * settings.maxLen) : 0};
+    waste: slots ? sum("tail") / slots : 0, reserved, longer: rows.length - held.length, reservedWaste: reserved ? 1 - held.reduce((all, row) => all + row.tokens, 0) / reserved : 0};
 }
 function curve(requests, settings, sizes) {   // bytes that a block size costs: empty slots of the last blocks, and tables
   return sizes.map(size => {

@@ -32,7 +32,7 @@ function show() {
     row(["KV of one token", bytes(given.kvBytes)]), row(["slots of the pool", number(given.poolTokens)]),
     row(["tokens with K and V", number(all.tokens)]), row(["blocks", number(all.blocks)]), row(["empty slots of last blocks, at the end of each request", `${number(all.tail)} (${(100 * all.waste).toFixed(1)} %)`]),
     row(["entries of block tables", `${number(all.entries)} (${bytes(4 * all.entries)})`]), row(["KV memory, paged", bytes(all.bytes)]),
-    row(["KV memory, each reserving the longest", `${bytes(all.reserved * given.kvBytes)} (${(100 * all.reservedWaste).toFixed(1)} % unused at the end of each request)`]));
+    row(["KV memory, each reserving the longest", `${bytes(all.reserved * given.kvBytes)} (${all.longer ? `without ${number(all.longer)} longer requests, ` : ""}${(100 * all.reservedWaste).toFixed(1)} % unused at the end of each request)`]));
   by("each").replaceChildren(...requests.slice(0, 200).map((one, i) => {
     const found = all.rows[i];
     return row([`${one.prompt} + ${one.output}`, found.blocks, found.tail, bytes(found.bytes), found.paged, found.max, found.pow2, found.oracle].map(value => typeof value === "number" ? number(value) : value));
@@ -46,7 +46,8 @@ function picture(all, {size, maxLen}) {   // the first requests: what each reser
   const bar = (x, y, slots, tokens) => `<rect x="${x}" y="${y}" width="${Math.max(2, half * slots / most)}" height="14" fill="var(--empty)" stroke="var(--soft)"/><rect x="${x}" y="${y}" width="${Math.max(1, half * Math.min(tokens, slots) / most)}" height="14" fill="var(--used)"/>`;
   const lines = rows.map((one, i) => `<text x="${left - 8}" y="${30 + each * i + 12}" text-anchor="end">${number(one.tokens)}</text>${bar(left, 30 + each * i, maxLen, one.tokens)}${bar(left + half + 8, 30 + each * i, one.blocks * size, one.tokens)}`).join("");
   const said = `At the end of each request, reserving ${number(maxLen)} tokens for it leaves ${(100 * all.reservedWaste).toFixed(1)} % of the reserved slots empty; blocks of ${size} leave ${(100 * all.waste).toFixed(1)} %.`;
-  by("picture-says").textContent = said + (all.rows.length > SHOWN ? ` The picture has the first ${SHOWN} of ${number(all.rows.length)} requests.` : "");
+  const longer = all.longer ? ` ${number(all.longer)} of ${number(all.rows.length)} requests are longer than that: none is reserved for them.` : "";
+  by("picture-says").textContent = said + longer + (all.rows.length > SHOWN ? ` The picture has the first ${SHOWN} of ${number(all.rows.length)} requests.` : "");
   by("picture").innerHTML = `<svg class="chart" viewBox="0 0 ${W} ${34 + each * rows.length}" role="img" aria-label="${said}"><text x="${left - 8}" y="16" text-anchor="end">tokens</text><text x="${left}" y="16">contiguous: ${number(maxLen)} slots each</text><text x="${left + half + 8}" y="16">paged: blocks of ${size}</text>${lines}</svg>`;
 }
 function plot(points, now) {

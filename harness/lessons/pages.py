@@ -35,12 +35,8 @@ MOST_EVENTS = 400_000
 
 DEFAULT = (
     *("measure=false", "cost=roofline", "device=h100", "model=llama3_8b", "trace=sosp23_sharegpt"),
-    *(
-        "workload=as_recorded",
-        "workload.num_requests=60",
-        "workload.prefix_share=0.3",
-        "workload.request_rate=20",
-    ),
+    *("workload=as_recorded", "workload.num_requests=60"),
+    *("workload.prefix_share=0.3", "workload.request_rate=20"),
     *("replay=poisson", "cache.pool_tokens=6400", "cache.max_model_len=2048"),
 )
 """What is replayed where nothing is asked for: small, but with queueing, sharing and preemptions."""
@@ -95,8 +91,9 @@ class _Watching(Observer):
         held: dict[int, int] = {}
         for row in plan.rows:
             own = FIRST + 2 * row.request_id
-            for block in row.table:
-                held[block] = held[block] | 1 if block in held else own
+            for block in row.table:  # samples and beams of one request share its blocks with nobody else
+                known = held.get(block, own)
+                held[block] = known | (known | 1 != own | 1)
         changes = {block: code for block, code in held.items() if self._now.get(block) != code}
         for block in self._now.keys() - held.keys():
             if not self._pool.references(block):  # a request that waits for its turn keeps its blocks

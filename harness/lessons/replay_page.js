@@ -82,7 +82,7 @@ function chooseRequest() {
   if (wanted === null) el("asked").textContent = "";
   else {
     const [arrival, prompt, output] = run.requests[wanted], held = run.held(wanted, step);
-    el("asked").textContent = `Request ${wanted}: came at ${arrival.toFixed(3)} s, ${prompt} + ${output} tokens; in this step it has blocks ${held.length ? held.join(", ") : "none"}.`;
+    el("asked").textContent = `Request ${wanted}: came at ${arrival.toFixed(3)} s, ${prompt} + ${output} tokens; in this step it has blocks ${held.length ? held.join(", ") : "none"}; one that several requests have is listed for one of them.`;
   }
   draw();
 }

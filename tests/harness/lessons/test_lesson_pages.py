@@ -440,6 +440,15 @@ def test_the_accountant_names_the_line_that_is_wrong(opened) -> None:
     assert tab.inner_text("#wrong").startswith('line 2: "30" must be two whole numbers')
 
 
+def test_the_accountant_reserves_nothing_for_what_is_longer(opened) -> None:
+    tab = opened("accountant")
+    tab.fill("#longest", "1000")
+    tab.fill("#lengths", "401 100\n5000 0")
+    said = tab.inner_text("#picture-says")
+    assert "leaves 50.0 % of the reserved slots empty" in said
+    assert "1 of 2 requests are longer than that" in said
+
+
 @pytest.mark.nightly
 def test_the_accountant_takes_the_lengths_of_a_workload(opened) -> None:
     tab = opened("accountant")

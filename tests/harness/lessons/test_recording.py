@@ -56,6 +56,14 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
     assert cached == (steps["cached"] // recording.block_size).tolist()
 
 
+def test_samples_of_one_request_are_no_several_requests() -> None:
+    words = ("decoding=sample", "decoding.n=3", "workload.num_requests=4", "workload.prefix_share=0")
+    recording = record(words)
+    in_use = [code for code in recording.codes if code >= FIRST]
+    assert len(in_use) > 100
+    assert not any(code % 2 for code in in_use)
+
+
 def test_a_measured_run_is_recorded_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     found, real = [], engine.measure
 
