@@ -366,17 +366,21 @@ def _read_rows(
     rows: Sequence[PrefillRow],
     scoring: Scoring,
 ) -> torch.Tensor:
-    """What rows of one query, `[heads, rows, rank]` and `[heads, rows, rope_dim]`, read of their latents and keys."""
-    (inside, turned), (latent, rotary) = moved, caches
-    wide = torch.promote_types(inside.dtype, torch.float32)
+    """What rows of one query, `[heads, rows, rank]` and `[heads, rows, rope_dim]`, read of their latents and keys.
+
+    Scores are float32 or wider: bfloat16 would round large ones by a tenth and more.
+    """
+    dtype = moved[0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    (inside, turned), (latent, rotary) = ([one.to(wide) for one in pair] for pair in (moved, caches))
     read, first = [], 0
     for row, (_, _, _, length) in enumerate(rows):
         span = slice(first + max(0, length - scoring.window) if scoring.window else first, first + length)
         scores = inside[:, row] @ latent[span].T + turned[:, row] @ rotary[span].T
-        chances = torch.softmax(scores.to(wide) * scoring.scale, dim=1).to(latent.dtype)
+        chances = torch.softmax(scores * scoring.scale, dim=1)
         read.append(chances @ latent[span])
         first += length
-    return torch.stack(read, dim=1)
+    return torch.stack(read, dim=1).to(dtype)
 
 
 def _attend_row(

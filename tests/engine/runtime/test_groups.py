@@ -180,6 +180,24 @@ def test_a_layer_whose_expansion_is_not_linear_has_no_products():
     assert absorbed(Squared(), torch.randn(1, 1, 3, 4), torch.randn(1, 1, 3, 2)) is None
 
 
+@pytest.mark.parametrize("size", [1.0, 3.0, 10.0])
+def test_latent_rows_in_bfloat16_are_wrong_by_rounding_alone(size):
+    import numpy as np
+    import torch
+
+    from engine.runtime.attention.layer import _read_rows
+    from engine.runtime.attention.metadata import PrefillRow
+    from paged_kernels import Scoring
+
+    torch.manual_seed(0)
+    sent = [torch.randn(4, 1, width).bfloat16() for width in (64, 16)]
+    caches = [(torch.randn(200, width) * size).bfloat16() for width in (64, 16)]
+    rest = [PrefillRow(np.zeros(1, dtype=np.int64), 0, 1, 200)], Scoring(80**-0.5)
+    found = _read_rows(sent, caches, *rest).double()
+    exact = _read_rows([one.double() for one in sent], [one.double() for one in caches], *rest)
+    assert (found - exact).norm() < 2**-9 * exact.norm()
+
+
 def test_without_groups_latent_layers_keep_expanded_keys_and_values():
     llm = make_llm("deepseek_v2", groups="off")
     assert llm.runner.pool.keys[0].shape[2:] == (4, 16)
