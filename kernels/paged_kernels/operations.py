@@ -415,12 +415,14 @@ def merge_attn_states(
     are empty, the output is 0 and the LSE is -inf. Returns `out` and `lse`, filling those that are given.
     """
     arguments.check_states(o_a, lse_a, o_b, lse_b)
-    out = torch.empty_like(o_a) if out is None else out
-    lse = torch.empty_like(lse_a) if lse is None else lse
+    out = o_a.new_empty(o_a.shape) if out is None else out
+    lse = lse_a.new_empty(lse_a.shape) if lse is None else lse
+    arguments.check_outputs(o_a, o_a.shape[-1], out, lse)
     if resolve_backend(backend, o_a.device) == "triton":
         from paged_kernels.triton import cache as triton_cache
 
-        triton_cache.merge_attn_states(o_a, lse_a, o_b, lse_b, out, lse)
+        given = [one.contiguous() for one in (o_a, lse_a, o_b, lse_b)]
+        triton_cache.merge_attn_states(*given, out, lse)
     else:
         _copy_result(out, lse, *merge_reference(o_a, lse_a, o_b, lse_b))
     return out, lse
@@ -452,7 +454,7 @@ def reshape_and_cache(
     arguments.check_scales(k_scale, v_scale, key_cache)
     if _checks_values(slot_mapping, validate=validate):
         arguments.check_slots(slot_mapping, key.shape[0], key_cache)
-    given = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    given = (key, value, key_cache, value_cache, slot_mapping.contiguous(), k_scale, v_scale)
     demand = Demand.of(key, key_cache, value_cache)
     if choose_backend(backend, key_cache.device, demand).backend == "triton":
         from paged_kernels.triton import cache as triton_cache

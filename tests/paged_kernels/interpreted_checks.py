@@ -342,13 +342,23 @@ def test_partial_attentions_merge_and_empty_sides_take_no_part(dtype):
     assert not found[0][0].any()
 
 
+def test_states_merge_whatever_their_strides():
+    outs = [torch.randn(3, 8, 4).transpose(1, 2) for _ in range(2)]
+    sums = [torch.randn(4, 3).T for _ in range(2)]
+    found = merge_attn_states(outs[0], sums[0], outs[1], sums[1], backend="triton")
+    exact = merge_attn_states(outs[0], sums[0], outs[1], sums[1], backend="torch")
+    assert torch.allclose(found[0], exact[0], atol=1e-6)
+    assert torch.allclose(found[1], exact[1], atol=1e-6)
+
+
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_tokens_land_in_their_slots_and_minus_one_is_skipped(layout):
     cache = [torch.full((4, 4, 2, 3), float("nan"), dtype=BF16) for _ in range(2)]
     if layout == "HND":
         cache = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in cache]
     key = torch.randn(2, 3, 3).bfloat16().transpose(0, 1)
-    reshape_and_cache(key, key, *cache, torch.tensor([9, -1, 4]), backend="triton")
+    slots = torch.tensor([9, 3, -1, 3, 4])[::2]  # with gaps: a kernel reads it as if it had none
+    reshape_and_cache(key, key, *cache, slots, backend="triton")
     assert torch.equal(cache[0][2, 1], key[0])
     assert torch.equal(cache[1][1, 0], key[2])
     assert int((~cache[0][..., 0, 0].isnan()).sum()) == 2

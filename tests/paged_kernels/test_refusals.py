@@ -215,6 +215,10 @@ def test_states_of_other_rows_do_not_merge():
     out, lse = torch.zeros(2, 3, 4), torch.zeros(2, 3)
     with pytest.raises(ShapeError, match="of the same rows"):
         merge_attn_states(out, lse, out, lse[:, :2])
+    with pytest.raises(ShapeError, match=r"out \(1, 3, 4\) must be \(2, 3, 4\)"):
+        merge_attn_states(out, lse, out, lse, out[:1].clone())
+    with pytest.raises(StrideError, match="lse has strides"):
+        merge_attn_states(out, lse, out, lse, lse=torch.zeros(3, 2).T)
 
 
 def test_a_group_that_is_not_there_is_refused():
