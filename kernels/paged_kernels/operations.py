@@ -421,8 +421,8 @@ def merge_attn_states(
     if resolve_backend(backend, o_a.device) == "triton":
         from paged_kernels.triton import cache as triton_cache
 
-        given = [one.contiguous() for one in (o_a, lse_a, o_b, lse_b)]
-        triton_cache.merge_attn_states(*given, out, lse)
+        o_a, lse_a, o_b, lse_b = (one.contiguous() for one in (o_a, lse_a, o_b, lse_b))
+        triton_cache.merge_attn_states(o_a, lse_a, o_b, lse_b, out, lse)
     else:
         _copy_result(out, lse, *merge_reference(o_a, lse_a, o_b, lse_b))
     return out, lse
