@@ -226,9 +226,7 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
         return ServingSimSource(file, options.vocab_size)
     if format == "sharegpt":
         return ShareGptSource(file, options.encode)
-    if format == "pagetwin":
-        return CanonicalRows(file)
-    return _LINE_SOURCES[format](file)
+    return CanonicalRows(file) if format == "pagetwin" else _LINE_SOURCES[format](file)
 
 
 def detect_format(path: str | Path) -> str:

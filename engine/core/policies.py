@@ -85,6 +85,4 @@ class Policies:
     @classmethod
     def of(cls, scheduling: Scheduling) -> "Policies":
         """The policies that a built-in `Scheduling` option means."""
-        if scheduling is Scheduling.priority:
-            return cls(ByPriority(), LastInQueue())
-        return cls()
+        return cls(ByPriority(), LastInQueue()) if scheduling is Scheduling.priority else cls()

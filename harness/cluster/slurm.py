@@ -175,8 +175,7 @@ class _SlurmDriver:
     said: str = ""
 
     def run(self) -> Iterator[Done]:
-        queue = self._first_look()
-        yield from self._adopt(queue)
+        yield from self._adopt(self._first_look())
         watched = self._watched()
         self._submit([point for name, point in self.waiting.items() if name not in watched])
         pause = self.order.execute.poll_s

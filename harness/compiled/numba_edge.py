@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
-_INLINED: list[Callable[..., object]] = []
-_CALLED: list[Callable[..., object]] = []
+_PARTS: dict[Callable[..., object], bool] = {}  # what compiled code may call, and whether it is inlined
 
 
 def is_available() -> bool:
@@ -32,7 +31,7 @@ def is_cached() -> bool:
 
 def called(function: _Function) -> _Function:
     """Mark `function` as callable from compiled code; in Python it stays as it is."""
-    _CALLED.append(function)
+    _PARTS[function] = False
     return function
 
 
@@ -41,7 +40,7 @@ def inlined(function: _Function) -> _Function:
 
     All of it inlined takes three times as long to compile, and is no faster.
     """
-    _INLINED.append(function)
+    _PARTS[function] = True
     return function
 
 
@@ -71,12 +70,11 @@ def dispatcher(function: Callable[..., object]) -> Any:
     The code allocates nothing, so numba's reference counting of arrays is switched off: it took 70 times as long as
     all the rest. None is called from C, so none gets an entry for C: a quarter of the compiling.
     """
-    numba, extending = import_module("numba"), import_module("numba.extending")
-    for each in (*_INLINED, *_CALLED):  # what is not said of a function is taken from those that call it
-        extending.register_jitable(forceinline=each in _INLINED, no_cfunc_wrapper=True)(each)
+    numba, reference = import_module("numba"), import_module("harness.compiled.reference")
+    while _PARTS:  # once in a process
+        reference.compile_where_called(*_PARTS.popitem())
     numba.config.CACHE_DIR = str(_cache_dir())
-    kept = _is_writable(_cache_dir())
-    return numba.njit(cache=kept, _nrt=False)(function)
+    return numba.njit(cache=_is_writable(_cache_dir()), _nrt=False)(function)
 
 
 def _is_writable(folder: Path) -> bool:

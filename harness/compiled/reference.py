@@ -9,14 +9,19 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import typeof
+from numba import int32, int64, typeof
 from numba.core import cgutils
+from numba.core.codegen import JITCodeLibrary
+from numba.core.compiler import CompilerBase, DefaultPassBuilder, Flags, compile_extra
 from numba.core.datamodel.models import OpaqueModel
 from numba.core.datamodel.registry import register_default
 from numba.core.extending import NativeValue, intrinsic, overload, unbox
 from numba.core.imputils import lower_getattr_generic
-from numba.core.types.abstract import Type
+from numba.core.registry import cpu_target
+from numba.core.types.abstract import Callable, Type
+from numba.core.types.common import Opaque
 from numba.core.types.containers import BaseNamedTuple, BaseTuple, Tuple
+from numba.core.types.misc import unliteral
 from numba.core.types.npytypes import Array
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
 from numba.np.arrayobj import make_array
@@ -47,6 +52,59 @@ def _words_of(kind: Type) -> int:
     if isinstance(kind, Array):
         return 3 + 2 * int(kind.ndim)  # elements, bytes of one, address, shape, strides
     return sum(map(_words_of, kind.types)) if isinstance(kind, BaseTuple) else 1
+
+
+class _Part(Callable, Opaque):
+    """A function as compiled code calls it: with integers of 64 bits, and no constant is compiled into it.
+
+    It is compiled once for types of arguments, where `register_jitable` does so for each kind of caller, and as far as
+    LLVM's input: all is optimised once, with the function that Python calls, not in every function above again.
+    """
+
+    def __init__(self, function: Any, inlined: bool) -> None:
+        self._function, self._known = function, dict[tuple[Any, ...], Any]()
+        flags = self._flags = Flags()
+        flags.no_compile = flags.no_cpython_wrapper = flags.no_cfunc_wrapper = True
+        flags.nrt, flags.forceinline = False, inlined
+        super().__init__(f"{function.__module__}.{function.__qualname__}")
+
+    def get_call_type(self, context: Any, args: Any, kws: Any) -> Any:
+        """The signature of a call; it compiles."""
+        wide = tuple(int64 if each == int32 else each for each in map(unliteral, args))
+        if wide not in self._known:
+            target, of = cpu_target.target_context, (self._function, wide, None, self._flags)
+            done = self._known[wide] = compile_extra(context, target, *of, {}, pipeline_class=_Unfinished)
+            target.insert_user_function(done.fndesc, done.fndesc, [done.library])
+        return self._known[wide].signature
+
+    def get_call_signatures(self) -> Any:
+        """None is known before a call."""
+        return [], True
+
+    def get_impl_key(self, signature: Any) -> Any:
+        """Under which numba finds the code of a call."""
+        return self._known[signature.args].fndesc
+
+
+class _Unfinished(CompilerBase):  # type: ignore[misc]
+    def define_pipelines(self) -> Any:
+        self.state.library = _Input(self.state.targetctx.codegen(), self.state.func_id.func_qualname)
+        return [DefaultPassBuilder.define_nopython_pipeline(self.state)]
+
+
+class _Input(JITCodeLibrary):  # type: ignore[misc]
+    def finalize(self) -> None:
+        for library in dict.fromkeys(self._linking_libraries):
+            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+        self._finalized = True
+
+
+register_default(_Part)(OpaqueModel)
+
+
+def compile_where_called(function: Any, inlined: bool) -> None:
+    """Tell numba that compiled code which names `function` calls it compiled; `inlined` in the place of the call."""
+    cpu_target.typing_context.insert_global(function, _Part(function, inlined))
 
 
 @infer_getattr

@@ -175,8 +175,7 @@ def read_baseline(
     if not file.is_file():  # reading a pipe may never end
         raise UserError(f"{file} is no file; {remedy}")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        found = Baseline(**content)
+        found = Baseline(**json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise UserError(f"{file} is no baseline: {error}; {remedy}") from error
     if (found.layer, found.format) != (layer, FORMAT):

@@ -162,8 +162,7 @@ def share_lines(cases: Mapping[str, Any]) -> Iterator[str]:
             case = decode_case(cases, width, 16, gpu.capability)
             if case is None:
                 continue
-            kernel = kernel_of(case)
-            shares = decode_shares(kernel, gpu, width)
+            shares = decode_shares(kernel_of(case), gpu, width)
             cells = " | ".join(f"{share:.2f}".lstrip("0") for share in shares.values())
             yield f"| {gpu.name}, {'16-bit' if width == 2 else 'fp8'} | {cells} | {_prefill_cell(cases, gpu, width)} |"
 

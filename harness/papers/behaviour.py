@@ -109,8 +109,7 @@ def copies_by_prompt(width: int, prompts: list[int], own: int) -> Found:
 def fork_against_cache(prompt: int, width: int) -> Found:
     """Blocks of a prompt for `width` samples: forked, and as independent requests that meet in the prefix cache."""
     manager, _ = forked(prompt, width)
-    same = requests_of([range(prompt)] * width)
-    cached = first_step(PagedManager(100, 16), same).usage
+    cached = first_step(PagedManager(100, 16), requests_of([range(prompt)] * width)).usage
     return {"forked": manager.pool.live_blocks, "cached": cached.physical_blocks}
 
 
@@ -228,8 +227,7 @@ def shared_prefix(prefix: int, own: int, requests: int) -> Found:
 def equal_block_behind_other_prefix() -> Found:
     """Two prompts with equal second and third blocks and different first ones: blocks that are shared."""
     prompts = [[rid] * 16 + list(range(32)) for rid in range(2)]
-    found = requests_of(prompts, 2)
-    plan = first_step(PagedManager(100, 16), found)
+    plan = first_step(PagedManager(100, 16), requests_of(prompts, 2))
     chains = [set(TokenIdentity(0, np.array(prompt)).prompt_hashes(16)) for prompt in prompts]
     alone = [set(TokenIdentity(0, np.array(prompt[16:])).prompt_hashes(16)) for prompt in prompts]
     return {

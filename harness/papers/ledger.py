@@ -101,8 +101,7 @@ def claims() -> tuple[Claim, ...]:
 
 def _claim(row: Mapping[str, Any]) -> Claim:
     compute = row.get("compute")
-    named = next(iter(compute.items())) if compute else None
-    return Claim(**{**row, "compute": named})
+    return Claim(**{**row, "compute": next(iter(compute.items())) if compute else None})
 
 
 def chosen(ids: Iterable[str]) -> list[Claim]:

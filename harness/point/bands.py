@@ -172,9 +172,7 @@ def possible_devices(deployment: Deployment, doublings: float = 0.0) -> list[Dev
         factors += np.interp(places[:, 0], (0.05, 0.95), (log(low), log(high)))
         chances = np.exp(np.resize(factors, len(found)))
         return [slower(one, float(factor)) for one, factor in zip(found, chances, strict=True)]
-    if device.fitted_from is not None:
-        return []
-    return [_drawn(device, place) for place in places]
+    return [_drawn(device, place) for place in places] if device.fitted_from is None else []
 
 
 def _left_open(deployment: Deployment) -> tuple[float, float]:

@@ -384,9 +384,7 @@ def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
     """The first step at which two replays decided differently, or None."""
     pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
     first = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
-    if first is None and len(one) != len(other):
-        return min(len(one), len(other))
-    return first
+    return min(len(one), len(other)) if first is None and len(one) != len(other) else first
 
 
 def waste_differs(one: RunLog, other: RunLog) -> int | None:

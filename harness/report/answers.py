@@ -195,8 +195,7 @@ def _settings(study: Study, axes: Axes) -> Iterator[Answer]:
     """The best value of each swept number that no other answer is about, or of each swept name where no number was
     swept; the block size first.
     """
-    told = {SHARE, BEAMS, SAMPLES, RATE}
-    keys = set(axes.numeric or axes.values) - told
+    keys = set(axes.numeric or axes.values) - {SHARE, BEAMS, SAMPLES, RATE}
     for key in sorted(keys, key=lambda key: (key != BLOCK, list(axes.values).index(key))):
         records = [r for r in study.records if r.policy == "paged"] if key == BLOCK else study.records
         groups = matched(records, axes, free=[key])

@@ -15,9 +15,7 @@ def figure(metric: Metric, value: float | None) -> str:
         return f"{100 * value:.1f} %"
     if metric.unit == "bytes":
         return size(value)
-    if metric.is_time:
-        return seconds(value, metric.unit)
-    return f"{plain(value)} {metric.unit}"
+    return seconds(value, metric.unit) if metric.is_time else f"{plain(value)} {metric.unit}"
 
 
 def error(metric: Metric, value: float | None) -> str:

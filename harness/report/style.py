@@ -96,8 +96,7 @@ def new_figure(width_in: float, height_in: float) -> "Figure":
 def panels(width_in: float, height_in: float, rows: int, columns: int) -> "tuple[Figure, list[Axes]]":
     """A figure with a grid of panels, row by row; call under `style()`."""
     figure = new_figure(width_in, height_in)
-    grid = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(grid.flat)
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def style(*, serif: bool = False) -> Any:

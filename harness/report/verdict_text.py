@@ -177,9 +177,7 @@ def _within(found: Sequence[ClassVerdict]) -> str:
 
 def soundness(verdict: Verdict) -> list[str]:
     """Results of the checks that allow no error: equal counts, and the audit of the tensors."""
-    if not verdict.measured:
-        return []
-    return [_counts_line(verdict), _audit_line(verdict)]
+    return [_counts_line(verdict), _audit_line(verdict)] if verdict.measured else []
 
 
 def _counts_line(verdict: Verdict) -> str:

@@ -380,8 +380,7 @@ def _lengths(run: PublishedRun, count: int) -> Iterator[tuple[int, int]]:
 
 def reason_of(error: ConfigError) -> str:
     """The reason of a refusal in a few words, so that like ones are counted together."""
-    text = str(error)
-    return re.sub(r"/\S*pagetwin-scoreboard-\S*/", "", text)[:160]
+    return re.sub(r"/\S*pagetwin-scoreboard-\S*/", "", str(error))[:160]
 
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -306,9 +306,7 @@ def _first_mistake(error: RequestValidationError) -> tuple[str, str | None]:
         return str(cause), cause.field
     places = [str(part) for part in first["loc"][1:]]
     message = str(cause) if isinstance(cause, ValueError) else str(first["msg"])
-    if not places:
-        return message, None
-    return f"{'.'.join(places)}: {message}", places[0]
+    return (f"{'.'.join(places)}: {message}", places[0]) if places else (message, None)
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -380,8 +380,7 @@ def log_of_pauses(log: EngineLog, config: RunConfig, chosen: IntArray) -> tuple[
     """
     costs = {}
     for more_s in _PAUSES_S:
-        paused = _paused(log, more_s)
-        found = predictor(config, paused.workload)(config.device)
+        found = predictor(config, _paused(log, more_s).workload)(config.device)
         ours = compared(found, log.requests, ordered=False)[0][chosen]
         costs[more_s] = float(np.square(robust(np.log(ours / log.requests.ttft_s[chosen]), 0.1)).sum())
     best = min(costs, key=lambda more_s: costs[more_s])

@@ -41,8 +41,8 @@ from harness.workload.scheduler import eviction_policy, goes_singly, tiers_below
 from traces.analysis.reuse import optimal_hits_of_run
 from traces.trace import Requests
 
-# CPU-seconds, all of one CPU (AMD EPYC, family 23): of loading compiled code from the disk, and of compiling it once
-LOADING_S, COMPILING_S = 0.8, 95.0
+# CPU-seconds, all of one CPU (AMD EPYC, family 23; compiling: family 25): of loading compiled code, and of compiling it
+LOADING_S, COMPILING_S = 0.8, 44.0
 REQUEST_S, BRANCH_S, CHUNK_S = 1e-3, 3e-4, 6e-4
 """Of the policy core, for a request, each branch of it beyond the first, and each step that its prompt fills."""
 STEP_S, DRAFTS_S, BEAM_S, GROUP_S = 2e-4, 5e-5, 4e-5, 1e-5
@@ -327,7 +327,7 @@ def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[
     replays = compiled_replays(point, cost)
     if replays and not is_cached():
         remark(
-            "compiling the replay, once on this machine and version: about half a minute, two minutes on a slow CPU"
+            "compiling the replay, once on this machine and version: about a quarter of a minute, one on a slow CPU"
         )
     return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 

@@ -127,9 +127,7 @@ class PagedManager:
 
     def _parts(self, sequence: SequenceState) -> Sequence[SequenceState]:
         """What a sequence has in each group: of a plain model, the sequence itself."""
-        if self.groups is None:
-            return (sequence,)
-        return tables_of(sequence).of
+        return (sequence,) if self.groups is None else tables_of(sequence).of
 
     # -- admission -----------------------------------------------------------------------------------------
 

@@ -257,9 +257,7 @@ class Generation:
     @property
     def ended(self) -> bool:
         """Whether every branch has ended before the token limit, or the beam search has stopped."""
-        if self.search is not None:
-            return self.search.stopped
-        return None not in self.ends
+        return None not in self.ends if self.search is None else self.search.stopped
 
     @property
     def ended_branches(self) -> set[int]:

@@ -116,8 +116,7 @@ def draw(
 
     `temperature` is one number or `[draws, 1]`.
     """
-    probability = torch.softmax(logits.double() / temperature, dim=-1)
-    cumulative = probability.cumsum(dim=-1)
+    cumulative = torch.softmax(logits.double() / temperature, dim=-1).cumsum(dim=-1)
     total = cumulative[:, -1]
     point = torch.minimum(torch.from_numpy(uniform).to(logits.device) * total, total.nextafter(total * 0))
     found = torch.searchsorted(cumulative, point.unsqueeze(1), right=True).squeeze(1)

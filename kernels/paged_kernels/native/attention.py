@@ -193,8 +193,7 @@ def prefill_name(dtype: torch.dtype, dk: int, dv: int) -> str:
     """The C function that computes chunks: in bfloat16 by what multiplies it here, or else in float32."""
     if dtype is torch.float32:
         return "prefill_f32"
-    fits = dk % _DEPTH == 0 and dv % _DEPTH == 0
-    return _PREFILL_BF16[bf16_unit() if fits else ""]
+    return _PREFILL_BF16["" if dk % _DEPTH or dv % _DEPTH else bf16_unit()]
 
 
 def prefill_scratch(name: str, dk: int, dv: int, length: int) -> int:

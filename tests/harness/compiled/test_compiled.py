@@ -312,6 +312,31 @@ def test_limits_that_nothing_reaches_cost_no_memory_and_change_nothing() -> None
     assert_same(wide, narrow)
 
 
+def _part(value: int) -> int:
+    return value + 1
+
+
+def _inlined(value: int) -> int:
+    return _part(value)
+
+
+def _called(value: int) -> int:
+    return _part(np.int32(value)) + _part(3)
+
+
+def _outermost(value: int) -> int:
+    return 10 * _inlined(value) + _called(value)
+
+
+def test_a_part_is_compiled_once_whoever_calls_it_with_whatever_integer() -> None:
+    numba, reference = pytest.importorskip("numba"), pytest.importorskip("harness.compiled.reference")
+    for part in (_part, _inlined, _called):
+        reference.compile_where_called(part, part is _inlined)
+    assert numba.njit(_nrt=False)(_outermost)(4) == _outermost(4) == 59
+    known = reference.cpu_target.typing_context.resolve_value_type(_part)._known
+    assert list(known) == [(numba.int64,)]
+
+
 def test_an_array_with_gaps_is_not_referred_to() -> None:
     reference = pytest.importorskip("harness.compiled.reference")
     with pytest.raises(TypeError, match="without gaps"):
