@@ -93,9 +93,12 @@ class _Unfinished(CompilerBase):  # type: ignore[misc]
 
 
 class _Input(JITCodeLibrary):  # type: ignore[misc]
-    def finalize(self) -> None:
-        for library in dict.fromkeys(self._linking_libraries):
-            self._final_module.link_in(library._get_module_for_linking(), preserve=True)
+    """What is linked into the code that calls it, and neither optimised nor assembled before."""
+
+    def _optimize_final_module(self) -> None:
+        pass
+
+    def _finalize_final_module(self) -> None:
         self._finalized = True
 
 
