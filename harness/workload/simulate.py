@@ -327,7 +327,7 @@ def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[
     replays = compiled_replays(point, cost)
     if replays and not is_cached():
         remark(
-            "compiling the replay, once on this machine and version: about a quarter of a minute, one on a slow CPU"
+            "compiling the replay, once on this machine and version: about half a minute, a minute on a slow CPU"
         )
     return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 
