@@ -137,10 +137,8 @@ class GroupOfPoints:
         return [point for point in points if Layout(self.order.out).record(point.fingerprint).exists()]
 
     def _give_up(self, point: PlannedPoint, journal: Journal) -> None:
-        message = (
-            f"the job died or reached its time limit {self.order.execute.attempts} times while the point ran; give it "
-            "more execute.minutes or execute.memory_gb"
-        )
+        often = f"the job died or reached its time limit {self.order.execute.attempts} times"
+        message = f"{often} while the point ran; give it more execute.minutes or execute.memory_gb"
         store_failure(point, self.order.out, message, [message])
         journal.add(FAILED, point.fingerprint)
 

@@ -124,10 +124,7 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
         )
 
 
-NO_INDIRECTION = (
-    "found tail_at_fork with beams, but the engine has no indirection table, by which a beam reads what another has "
-    "written: predict alone (measure=false)"
-)
+NO_INDIRECTION = "found tail_at_fork with beams, but the engine has no indirection: set measure=false"
 
 
 def _sharing(config: RunConfig) -> Iterator[ConfigError]:

@@ -236,11 +236,8 @@ def check_cost(deployment: Deployment) -> None:
     _check_modelled(deployment, kind)
     _check_seen(deployment)
     if deployment.device.data_parallel > 1 and deployment.shape.experts and kind is not CostKind.roofline:
-        reason = (
-            f"{kind}, but replicas of a mixture of experts run in lockstep, which the roofline alone prices; use "
-            "cost=roofline, or device.data_parallel=1"
-        )
-        raise ConfigError("cost.kind", reason)
+        reason = f"{kind}, but replicas of a mixture of experts run in lockstep, which the roofline alone"
+        raise ConfigError("cost.kind", f"{reason} prices; use cost=roofline, or device.data_parallel=1")
     for name in ANCHORS:
         if getattr(deployment.device, name) != 1.0 and kind is not CostKind.published:
             reason = f"a factor on cost=published, and this point has {kind}; leave it out"

@@ -421,10 +421,7 @@ def _load(study: Study, axes: Axes) -> Iterator[Answer]:
         f"{share} % of the pool's slots were free, time-weighted."
     )
     if not waits and not lost:
-        text += (
-            " The pool was never short, so this sweep says little about memory pressure: raise the load or "
-            "shrink the pool."
-        )
+        text += " The pool was never short: raise the load or shrink the pool to see memory pressure."
     yield Answer("load", question, text, figure)
 
 

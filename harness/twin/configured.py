@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from engine.core.memory.group_layout import uniform_layout
 from harness.config.checks import check_config
 from harness.config.compose import normalise
 from harness.config.errors import UserError
@@ -19,7 +20,7 @@ from harness.sweep.plan import idle_words, one_configuration, run_request
 from harness.twin.inferred import INFERRED
 from harness.twin.log import EngineLog
 from harness.twin.settings import EngineSettings, with_vllm_defaults
-from harness.workload.deployment import deployment_of
+from harness.workload.deployment import deployment_of, layer_sets, model_shape
 from harness.workload.trace import traffic_of
 from traces.trace import OPEN
 
@@ -113,8 +114,9 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     chosen |= {"device", "model"} & {key.partition(".")[0] for key in deployed}
     device = () if "device" in chosen else (f"device={_device(settings)}",)
     model = () if chosen & {"model", "model.path"} else _model(settings)
-    first = one_configuration(("measure=false", *device, *overrides), _ONE)
+    first = one_configuration(("measure=false", *device, *model, *overrides), _ONE)
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
+    settings, mixed = _of_all_layers(settings, first)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
     own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
     if settings.engine == "sglang" and settings.async_scheduling is None and _AHEAD not in chosen:
@@ -144,7 +146,9 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     unheard = f"Warning: {idle}." if idle else ""
     others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
     offloaded, assumed = (said(settings, chosen, config) for said in (_offloaded, _assumed))
-    warnings = *log.warnings, offloaded, *others, assumed
+    slots = deployment_of(config).pool
+    beside = f"Warning: {slots.note}." if settings.engine == "vllm" and slots.window and slots.note else ""
+    warnings = *log.warnings, offloaded, *others, assumed, "" if pool else mixed, beside
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
 
@@ -191,10 +195,7 @@ def _other_client(log: EngineLog, config: RunConfig) -> str:
     sends = traffic_of(config, client)
     if client == OPEN or (sends.client == client and sends.mode is ReplayMode.trace):
         return ""
-    return (
-        "Warning: the requests are sent otherwise, as you set it (replay), so that the measured times are not those of "
-        "the load that is simulated."
-    )
+    return "Warning: the requests are sent otherwise, as you set it (replay): another load than the measured one."
 
 
 def _crowded(log: EngineLog, config: RunConfig) -> str:
@@ -232,6 +233,29 @@ def _own(settings: EngineSettings) -> list[str]:
             )
         words.append(f"model.weight_dtype={_WEIGHTS[settings.quantization]}")
     return words
+
+
+def _of_all_layers(settings: EngineSettings, config: RunConfig) -> tuple[EngineSettings, str]:
+    """The settings with the pool in tokens of all layers, and a warning where the log does not give it.
+
+    Beside windows and states a page of vLLM's holds one group of the layers. The tokens that it prints since 0.20 are
+    no pages: they are the longest requests that there is room for, of which such layers keep a part.
+    """
+    shape, size = model_shape(config.model), settings.block_size or config.cache.block_size
+    plain = not (shape.windowed_layers or shape.state_layers)
+    one_pool = settings.unmapped.get("disable_hybrid_kv_cache_manager") == "True"
+    if settings.engine != "vllm" or plain or one_pool:
+        return settings, ""
+    if settings.pool_blocks is not None:
+        page = uniform_layout(layer_sets(shape), size).groups[0].page_bytes
+        tokens = settings.pool_blocks * page // shape.kv_bytes_per_token
+        return replace(settings, pool_tokens=tokens, pool_blocks=None), ""
+    if settings.pool_tokens is None or re.match(r"v?0\.1?\d(?:\.|$)", settings.version or ""):
+        return settings, ""
+    return replace(settings, pool_tokens=None), (
+        f"Warning: the {settings.pool_tokens:,} tokens of the log say how many of the longest requests there is room "
+        f"for, not how many pages {config.model.name} has; set cache.pool_tokens, or add the server's /metrics."
+    )
 
 
 def _offloaded(settings: EngineSettings, chosen: set[str], config: RunConfig) -> str:

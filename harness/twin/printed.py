@@ -24,6 +24,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from math import ceil
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ _SAID = {  # by vLLM, of a setting
     "pool_blocks": r"(?i)# (?:gpu|cuda) blocks: (\d+)",
     "async_scheduling": r"Asynchronous scheduling is (enabled|disabled)",
     "max_batched_tokens": r"Chunked prefill is enabled with max_num_batched_tokens=(\d+)",
-    "max_model_len": r"Using max model len (\d+)",
+    "max_model_len": r"(?:Using max model len|Maximum concurrency for) ([\d,]+)",
 }
 _PATTERNS = {name: re.compile(pattern) for name, pattern in _SAID.items()}
 _ARGS = "non-default args: "
@@ -108,9 +109,11 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
                 found = settings.filled(found)
             states += ((calendar.dated(at_s), engine, values) for at_s, engine, values in _state(words))
     if found.engine == "vllm" and found.pool_tokens is not None:  # rounded down, and with vLLM's null block
-        size = found.block_size or 16
-        pool = (round(found.pool_tokens / size) - 1) * size
-        found = found.changed(found.origin["pool_tokens"], pool_tokens=pool)
+        size, longest = found.block_size or 16, found.max_model_len or 0
+        blocks = round(found.pool_tokens / size)
+        if found.pool_tokens % size and longest % size:  # longest requests that there is room for, in blocks
+            blocks = ceil(found.pool_tokens * -(-longest // size) / longest)
+        found = found.changed(found.origin["pool_tokens"], pool_tokens=(blocks - 1) * size)
     notes = [f"{file.name}: its clock has whole seconds, and so has the series."] if states else []
     if len(starts) > 1:
         first = f"Warning: {file.name}: a server was started {len(starts)} times with different arguments; "

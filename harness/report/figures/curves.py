@@ -477,10 +477,7 @@ def draw_kernel(study: Study, axes: Axes) -> Picture:
         "mark for each point. Block sizes are compared at equal load: marks above others at the same place are slower. "
     )
     if ratios:
-        caption += (
-            "Right: the cost model's price of the attention of exactly the steps that the engine took, divided by the "
-            "measured time (level 1 below)."
-        )
+        caption += "Right: the price of the attention of the engine's own steps by the measured time (level 1 below)."
     return Drawing("kernel", caption, figure, data)
 
 

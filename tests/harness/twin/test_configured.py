@@ -45,6 +45,26 @@ def test_the_pool_of_the_log_is_the_pool(recorded: EngineLog) -> None:
     assert not any("does not give the pool" in note for note in found.notes)
 
 
+def test_pages_of_a_group_of_layers_are_a_part_of_the_pool(recorded: EngineLog) -> None:
+    """vLLM's pages of gpt-oss hold 12 of the 24 layers, unless it runs without groups."""
+    said = with_settings(recorded, pool_blocks=2588, model="openai/gpt-oss-20b")
+    found = configured(said, ("device=h100",))
+    assert found.config.cache.pool_tokens == 2588 * 16 // 2
+    assert any("windowed layers keep every block" in warning for warning in found.warnings)
+    one = with_settings(said, unmapped={"disable_hybrid_kv_cache_manager": "True"})
+    assert configured(one, ("device=h100",)).config.cache.pool_tokens == 2588 * 16
+
+
+@pytest.mark.parametrize(("version", "pool"), [("0.19.0", 41408), ("0.33.0", None)])
+def test_tokens_that_are_no_pages_give_no_pool(recorded: EngineLog, version: str, pool: int | None) -> None:
+    said = with_settings(recorded, pool_tokens=41408, model="openai/gpt-oss-20b", version=version)
+    found = configured(said, ("device=h100",))
+    assert found.config.cache.pool_tokens == pool
+    assert any("the 41,408 tokens of the log say" in text for text in found.warnings) == (pool is None)
+    own = configured(said, ("device=h100", "cache.pool_tokens=41408"))
+    assert not any("tokens of the log say" in text for text in own.warnings)
+
+
 def test_a_pool_that_is_computed_is_said(recorded: EngineLog) -> None:
     notes = configured(recorded, ("device=rtx_pro_6000",)).notes
     assert any("does not give the pool" in note for note in notes)

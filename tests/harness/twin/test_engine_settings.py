@@ -172,6 +172,17 @@ def test_a_server_log_gives_options_version_and_pool(served: Path) -> None:
     assert found.async_scheduling is True
 
 
+@pytest.mark.parametrize(("longest", "blocks"), [(1000, 5000), (100, 5000), (4096, 5000), (4097, 601)])
+def test_the_room_for_longest_requests_gives_the_pool(served: Path, longest: int, blocks: int) -> None:
+    """vLLM 0.33 prints blocks / ceil(longest / 16) * longest, so fewer tokens than the blocks hold."""
+    tokens = int(blocks / -(-longest // 16) * longest)
+    with (served / "server.log").open("a") as log:
+        log.write(f"INFO 11-20 14:03:00 [kv_cache_utils.py:1148] GPU KV cache size: {tokens:,} tokens, ")
+        log.write(f"Maximum concurrency for {longest:,} tokens per request: {tokens / longest:.2f}x\n")
+    found = read_engine_log(served).settings
+    assert (found.max_model_len, found.tokens_of_pool) == (longest, 16 * (blocks - 1))
+
+
 def test_blocks_in_a_log_give_the_pool(served: Path) -> None:
     with (served / "server.log").open("a") as log:
         log.write("INFO 11-20 14:03:00 [executor_base.py:112] # cuda blocks: 2588, # CPU blocks: 2048\n")
