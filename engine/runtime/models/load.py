@@ -121,7 +121,7 @@ def _new_model(spec: ModelSpec) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     if spec.path is not None:
-        config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
+        config = AutoConfig.from_pretrained(spec.path, local_files_only=True, trust_remote_code=False)
     else:
         config = AutoConfig.for_model(spec.family, **config_values(spec))
     return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, spec.dtype))
@@ -201,9 +201,8 @@ def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            spec.path, dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+        given = {"dtype": dtype, "local_files_only": True, "output_loading_info": True}
+        model, info = AutoModelForCausalLM.from_pretrained(spec.path, **given, trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ModelError(f"model {spec.name}: {spec.path} does not load: {error}") from error
     absent = sorted(info["missing_keys"])
@@ -212,7 +211,22 @@ def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
             f"model {spec.name}: {spec.path} lacks {len(absent)} of the weights that its config.json asks for, "
             f"for example {absent[0]}"
         )
+    modules = dict(model.named_modules())
+    if left := sorted(key for key in info["unexpected_keys"] if _has_no_place(key, modules)):
+        reason = (
+            f"for {len(left)} of the weights of {spec.path}, for example {left[0]}: its config.json differs"
+        )
+        raise ModelError(f"model {spec.name}: {model.config.model_type} has no place {reason}")
     return model
+
+
+def _has_no_place(key: str, modules: dict[str, Any]) -> bool:
+    """Whether a weight belongs to a module that is there, without a place for it: a bias, or the scales of another one.
+
+    Whole modules that a checkpoint has beside are left out, as those of images or of more tokens at a time.
+    """
+    module, _, name = key.rpartition(".")
+    return module in modules and getattr(modules[module], name, None) is None
 
 
 def _end_token_ids(model: Any) -> tuple[int, ...]:

@@ -265,12 +265,12 @@ def check_config(name: str, config: Mapping[str, Any]) -> None:
     kind = str(config.get("model_type"))
     if kind in REFUSED_TYPES:
         raise ModelError(f"model {name}: {kind} cannot run on paged KV: {REFUSED_TYPES[kind]}")
-    for rope in _rope_types(config):
+    for rope in rope_types(config):
         if rope in REFUSED_ROPE:
             raise ModelError(f"model {name}: RoPE type {rope!r} is refused: {REFUSED_ROPE[rope]}")
 
 
-def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
+def rope_types(config: Mapping[str, Any]) -> Iterator[str]:
     """All RoPE types that a config names: one for the model, or one per kind of layer."""
     for key in ("rope_parameters", "rope_scaling"):
         pending = [config.get(key)]

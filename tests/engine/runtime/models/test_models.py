@@ -218,6 +218,38 @@ def test_weights_that_the_config_asks_for_and_the_files_lack_are_named(checkpoin
         load_model(ModelSpec(path=path))
 
 
+@pytest.mark.parametrize("name", ["q_proj.bias", "k_proj.weight_scale"])
+def test_weights_without_a_place_in_the_model_are_named(name, checkpoint, tmp_path):
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from engine.runtime.models.load import load_model
+
+    path = edit_config(checkpoint, tmp_path)
+    beside = {"vision_tower.weight": torch.ones(4), "model.layers.1.mlp.up_proj.weight": torch.ones(4)}
+    weights = load_file(tmp_path / "model.safetensors") | beside
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    load_model(ModelSpec(path=path))  # what is beside the model says nothing to it
+    more = {f"model.layers.0.self_attn.{name}": torch.ones(32)}
+    save_file(weights | more, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"no place for 1 of the weights .*self_attn\.{name}"):
+        load_model(ModelSpec(path=path))
+
+
+def test_a_checkpoints_own_code_never_runs(checkpoint, tmp_path, monkeypatch):
+    from engine.runtime.models.load import check_backend, load_model
+
+    names = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    path = edit_config(checkpoint, tmp_path, model_type="own", auto_map=names)
+    code = "from transformers import LlamaConfig as C, LlamaForCausalLM as M\nopen({!r}, 'w').close()\n"
+    (tmp_path / "own.py").write_text(code.format(str(tmp_path / "ran")))
+    monkeypatch.setattr("builtins.input", lambda text: "y")
+    check_backend(ModelSpec(path=path), "torch", "cpu", "model")
+    with pytest.raises(ModelError, match="does not load"):
+        load_model(ModelSpec(path=path))
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
