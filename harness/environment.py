@@ -92,9 +92,7 @@ def cpu_name() -> str:
 def gpu_names() -> tuple[str, ...]:
     """Names of the NVIDIA devices that the driver shows."""
     files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-    lines = [
-        line for path in files for line in path.read_text(encoding="utf-8", errors="replace").splitlines()
-    ]
+    lines = [line for one in files for line in one.read_text(encoding="utf-8", errors="replace").splitlines()]
     return tuple(line.partition(":")[2].strip() for line in lines if line.startswith("Model:"))
 
 

@@ -24,7 +24,7 @@ from engine.core.policies import Policies
 from engine.runtime.engine import Engine, EngineCounters, PoolSize, PreparedPrompt, Prompt
 from engine.runtime.errors import EngineDeadError
 from engine.runtime.params import SamplingParams
-from engine.runtime.requests import RequestOutput, encode_prompt, truncated
+from engine.runtime.requests import RequestOutput, bounded, encode_prompt, truncated
 from engine.runtime.text import Tokenizer
 
 Result = TypeVar("Result")
@@ -284,6 +284,7 @@ class AsyncEngine:
         at_once = text is not None and len(text) <= _SHORT
         ids = encode() if at_once else await self.aside(encode, len(text or ""))
         ids = truncated(ids, params, self.facts.limits)
+        params = bounded(params, ids, self.facts.limits)
         number, stream, finished = next(self._numbers), _Stream(text, ids), False
         with self._lock:
             self._check_open()

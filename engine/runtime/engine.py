@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import ceil
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ from engine.runtime.group_pool import state_bytes
 from engine.runtime.kv_pool import kv_dtype_of
 from engine.runtime.models.cpu_layers import packs_unasked, replace_layers
 from engine.runtime.models.load import LoadedModel, demands_of
+from engine.runtime.models.spec import rope_types
 from engine.runtime.options import EngineOptions, build_manager
 from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
 from engine.runtime.requests import (
@@ -114,11 +116,15 @@ def pool_size(
 
     The pool has `pool_tokens` slots, or takes `kv_cache_memory_bytes`, or a share of the device's memory. The share
     counts memory that is already in use, and leaves a tenth for activations; on a CPU the pool then takes 1 GiB. A size
-    in bytes is at most what requests can use within the limits. Raises ModelError if the memory holds no block.
+    in bytes is at most what requests can use within the limits. Raises ModelError if the memory holds no block, or
+    for sequences that are longer than the positions of a model that does not stretch them.
     """
     limits = options.limits or SchedulerLimits(max_model_len=loaded.max_position)
     block_size = options.slots_per_block
-    longest = limits.max_model_len or loaded.max_position
+    longest, plain = limits.max_model_len or loaded.max_position, {"default", "llama3"}
+    if longest > loaded.max_position and plain >= set(rope_types(loaded.model.config.to_dict())):
+        reason = f"max_model_len {longest:,}, and its positions are known up to {loaded.max_position:,}"
+        raise ModelError(f"model {loaded.name}: {reason}")
     per_token = _token_bytes(loaded, options) + (_draft_bytes(draft, loaded, options) if draft else 0)
     tokens = options.pool_tokens
     if tokens is None:
@@ -333,7 +339,11 @@ class Engine:
         self._watched: dict[int, RequestState] = {}  # whose text is read in every step, before the commit
         self._next = 0
         self._epoch = 0  # part of every block hash: a higher epoch gives no hits on blocks of an earlier one
-        self._grammars = Grammars(tokenizer, loaded.vocab_size, self.loaded.end_ids)
+        # as in vLLM a sequence ends with the tokenizer's end token too
+        own: Any = getattr(tokenizer, "eos_token_id", None)
+        more = [own] if is_whole(own) and 0 <= own < loaded.vocab_size else []
+        self._end_ids = tuple(dict.fromkeys([*loaded.end_ids, *more]))
+        self._grammars = Grammars(tokenizer, loaded.vocab_size, self._end_ids)
         self._pending: list[RequestOutput] = []  # outputs of requests that ended outside of a step
 
     def _check_smallest(self) -> None:
@@ -409,14 +419,14 @@ class Engine:
         ids = truncated(ready.ids, params, self.limits)
         most = check_prompt(ids, params, self.loaded, self.limits)
         bad_words = encode_bad_words(listed(params.bad_words), self.tokenizer)
-        check_choices(params, bad_words, self.loaded)
+        check_choices(params, bad_words, self.loaded.vocab_size, self._end_ids)
         array, number = np.array(ids, dtype=np.int64), self._next
         if not isinstance(cache_salt, str):
             raise ParamsError("cache_salt", f"{cache_salt!r} is not a string")
         # log-probabilities of a prompt need all of it computed: such a request has a salt of its own
         salt = cache_salt if params.prompt_logprobs is None else f"{cache_salt}\nrequest {number}"
         form = params.structured_outputs
-        ends = self.loaded.end_ids if form is None else self._grammars.end_ids
+        ends = self._end_ids if form is None else self._grammars.end_ids
         shared = params.decoding is not Decoding.beam and not self._grouped
         identity = TokenIdentity(
             number, array, salt, epoch=self._epoch, algorithm=self.options.hash, share_outputs=shared
@@ -525,9 +535,7 @@ class Engine:
             if number not in done and state.params.output_kind is not OutputKind.FINAL:
                 self._read(state)
                 outputs.append(state.output(finished=False))
-        outputs.extend(
-            self._close(self._by_number[number], report.stats[number]) for number in report.finished
-        )
+        outputs.extend(self._close(self._by_number[one], report.stats[one]) for one in report.finished)
         return outputs
 
     def _read(self, state: RequestState) -> None:

@@ -28,7 +28,7 @@ from engine.runtime.models.spec import ModelSpec, checkpoint_dtype
 from engine.runtime.options import options_of
 from engine.runtime.params import OutputKind as RequestOutputKind
 from engine.runtime.params import SamplingParams, is_whole
-from engine.runtime.requests import RequestOutput, encode_prompt, truncated
+from engine.runtime.requests import RequestOutput, bounded, encode_prompt, truncated
 from engine.runtime.structured import StructuredOutputsParams
 from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
 
@@ -103,8 +103,8 @@ class BeamSearchParams:
     watermarking: bool | None = None
     allowed_token_ids: Sequence[int] | None = None
 
-    def sampling(self, ends: Sequence[int]) -> SamplingParams:
-        """The parameters of the engine, where `ends` are the tokenizer's end tokens. Raises ParamsError."""
+    def sampling(self) -> SamplingParams:
+        """The parameters of the engine. Raises ParamsError."""
         if self.temperature:
             raise ParamsError("temperature", f"{self.temperature!r}: beam search takes no samples")
         if self.watermarking:
@@ -114,7 +114,6 @@ class BeamSearchParams:
             temperature=0.0,
             max_tokens=self.max_tokens,
             ignore_eos=self.ignore_eos,
-            stop_token_ids=() if self.ignore_eos else ends,
             length_penalty=self.length_penalty,
             early_stopping="never",
             every_end=True,
@@ -318,9 +317,7 @@ class LLM:
         """
         if concurrency_limit is not None and (not is_whole(concurrency_limit) or concurrency_limit < 1):
             raise ParamsError("concurrency_limit", f"{concurrency_limit!r} is no whole number of at least 1")
-        end: Any = getattr(self.engine.tokenizer, "eos_token_id", None)
-        ends = [end] if end in range(self.loaded.vocab_size) else []
-        batch, sampling = _prompt_list(prompts), params.sampling(ends)
+        batch, sampling = _prompt_list(prompts), params.sampling()
         width = concurrency_limit or max(1, len(batch))
         order = _spread("priority", priority or 0, len(batch))
         outputs: list[RequestOutput] = []
@@ -390,13 +387,9 @@ class LLM:
         return queued
 
     def _bounded(self, params: SamplingParams, ids: list[int]) -> SamplingParams:
-        """The parameters with one output at the end, which ends where the longest sequence does, as in vLLM."""
-        longest = self.engine.limits.max_model_len or self.loaded.max_position
-        room = longest - len(truncated(ids, params, self.engine.limits))
-        most = params.max_tokens
-        if most is not None and 0 < room < most:
-            params = replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
-        return replace(params, output_kind=RequestOutputKind.FINAL)
+        """The parameters with one output at the end, which ends where the longest sequence does."""
+        params, limits = replace(params, output_kind=RequestOutputKind.FINAL), self.engine.limits
+        return bounded(params, truncated(ids, params, limits), limits)
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,8 +282,10 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
         elif name == "enforce_eager":
             ours["cuda_graphs"] = not value
         elif name == "num_gpu_blocks_override":
-            if value is not None:
-                ours["pool_tokens"] = value * given.get("block_size", EngineOptions().block_size)
+            if not isinstance(value, int | None):
+                raise EngineOptionError(f"{name}: {value!r} is not a whole number")
+            if value is not None:  # the null block is one of vLLM's
+                ours["pool_tokens"] = (value - 1) * (given.get("block_size") or EngineOptions().block_size)
         elif name in _WITHOUT_EFFECT:
             log.info("%s=%r has no effect here", name, value)
         elif name not in _ONLY:

@@ -4,6 +4,7 @@ Users set `SamplingParams`, whose fields have the same names as in vLLM. `Sampli
 `DecodingRules`, and the code in `decoding/` reads only these.
 """
 
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -15,11 +16,12 @@ from engine.core.options import Decoding
 from engine.runtime.errors import ParamsError, not_offered
 from engine.runtime.structured import Constraint, StructuredOutputsParams
 
+log = logging.getLogger(__name__)
 EarlyStopping = bool | Literal["never"]
 MAX_LOGPROBS = 20
 MAX_STOPS = 16
 MAX_COUNT = 2**31 - 1  # of any count: larger numbers overflow in tensors
-MIN_TEMPERATURE = 1e-5  # below, logits / temperature overflows
+MIN_TEMPERATURE = 0.01  # as vLLM, which takes it for lower ones
 MAX_REPETITION_PENALTY = 1e3
 MAX_BIAS = 100
 MAX_BAD_WORDS = 128
@@ -112,9 +114,10 @@ class SamplingParams(metaclass=_TakesVllm):
 
     Fields may be set later, as vLLM's: they are checked again when a request is added, which keeps a copy.
 
-    `temperature` 0 takes the most likely token; a higher one draws `n` samples. `beam_width` above 1 runs beam search
-    as transformers does, without sampling, and returns all beams. A sequence ends with an end token of the model
-    (unless `ignore_eos`), a token of `stop_token_ids`, or one of the `stop` strings, which is cut off.
+    `temperature` 0 takes the most likely token; a higher one, 0.01 at least, draws `n` samples. `beam_width` above 1
+    runs beam search as transformers does, without sampling, and returns all beams. A sequence ends with an end token of
+    the model or the tokenizer (unless `ignore_eos`), a token of `stop_token_ids`, or one of the `stop` strings, which
+    is cut off.
     """
 
     n: int = 1  # parallel samples
@@ -152,6 +155,9 @@ class SamplingParams(metaclass=_TakesVllm):
         check_types(self)
         self.seed = None if self.seed == -1 else self.seed  # as vLLM
         self.output_kind = OutputKind(self.output_kind)
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            log.warning("temperature %s is taken as %s, as in vLLM", self.temperature, MIN_TEMPERATURE)
+            self.temperature = MIN_TEMPERATURE
         self._check_ranges()
         self._check_combinations()
 
@@ -191,9 +197,6 @@ class SamplingParams(metaclass=_TakesVllm):
                 continue
             if not low <= value <= high:  # NaN is refused too
                 raise ParamsError(name, f"{value} is not {_range(low, high, value)}")
-        if 0 < self.temperature < MIN_TEMPERATURE:
-            small = f"{self.temperature} is too small: 0 takes the most likely token"
-            raise ParamsError("temperature", small)
         if not 0 < self.top_p <= 1:
             raise ParamsError("top_p", f"{self.top_p} is not above 0 and at most 1")
         if self.early_stopping not in (True, False, "never"):

@@ -83,15 +83,12 @@ class CompletionOutput:
     score: float = 0.0  # of a beam: log-probability, normalised by length
     finish_reason: FinishReason | None = None  # None while the sequence grows
     stop_reason: str | int | None = None  # the stop string or token that ended it
+    # of all tokens so far, whatever is new; None unless log-probabilities were asked for
+    cumulative_logprob: float | None = None
 
     def finished(self) -> bool:
         """Whether the sequence has ended."""
         return self.finish_reason is not None
-
-    @property
-    def cumulative_logprob(self) -> float | None:
-        """Sum of the log-probabilities of `token_ids`; None unless they were asked for."""
-        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +171,14 @@ def truncated(ids: list[int], params: SamplingParams, limits: SchedulerLimits) -
     return ids[-most:] if ids else ids
 
 
+def bounded(params: SamplingParams, ids: Sequence[int], limits: SchedulerLimits) -> SamplingParams:
+    """The parameters with an output that ends where the longest sequence does, as in vLLM."""
+    room, most = (limits.max_model_len or 0) - len(ids), params.max_tokens
+    if most is None or not 0 < room < most:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(room, params.min_tokens))
+
+
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
     """The token ids of each bad word, at the begin of a text and after a space. Raises TokenizerError."""
     if words and tokenizer is None:
@@ -191,7 +196,9 @@ def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[
     return found
 
 
-def check_choices(params: SamplingParams, bad_words: Sequence[Sequence[int]], loaded: LoadedModel) -> None:
+def check_choices(
+    params: SamplingParams, bad_words: Sequence[Sequence[int]], vocab_size: int, end_ids: Sequence[int]
+) -> None:
     """Raise ParamsError for tokens outside of the vocabulary, and where no token might be left to choose."""
     changes = params.changes(bad_words)
     if changes is None:
@@ -199,13 +206,13 @@ def check_choices(params: SamplingParams, bad_words: Sequence[Sequence[int]], lo
     named = (("logit_bias", [token for token, _ in changes.bias]), ("allowed_token_ids", changes.allowed))
     for field_name, tokens in named:
         for token in tokens:
-            if not 0 <= token < loaded.vocab_size:
-                where = f"outside of the vocabulary (0 to {loaded.vocab_size - 1})"
+            if not 0 <= token < vocab_size:
+                where = f"outside of the vocabulary (0 to {vocab_size - 1})"
                 raise ParamsError(field_name, f"{token} is {where}")
     hidden = {word[-1] for word in bad_words}  # at the worst moment
     if changes.min_tokens:
-        hidden |= params.rules(loaded.end_ids).end_ids
-    choices = set(changes.allowed) if changes.allowed else set(range(loaded.vocab_size))
+        hidden |= params.rules(end_ids).end_ids
+    choices = set(changes.allowed) if changes.allowed else set(range(vocab_size))
     if choices <= hidden:
         wrong = "allowed_token_ids" if changes.allowed else "bad_words"
         raise ParamsError(wrong, "bad_words and min_tokens may leave no token to choose")
@@ -225,10 +232,11 @@ def _check_width(params: SamplingParams, loaded: LoadedModel, limits: SchedulerL
 
 @dataclass(slots=True)
 class _Reported:
-    """How many tokens and characters of one branch were already reported."""
+    """How many tokens and characters of one branch were already reported, and the log-probability of these tokens."""
 
     tokens: int = 0
     characters: int = 0
+    logprob: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -338,13 +346,13 @@ class RequestState:
         """Hypotheses are reported only at the end, because their earlier tokens can still change."""
         if not finished:
             return []
-        beams, ends = [], self.generation.rules.end_ids
+        beams, ends, kept = [], self.generation.rules.end_ids, self.params.include_stop_str_in_output
         pairs = zip(self.generation.outputs(), self.generation.scores(), strict=False)
         for rank, (ids, score) in enumerate(pairs):
             end, text = ids[-1] if ids and ids[-1] in ends else None, ""
             if self.tokenizer is not None:
                 whole = self._detokenizer(self.tokenizer)
-                whole.add(ids if end is None else ids[:-1], last=True)
+                whole.add(ids if end is None or kept else ids[:-1], last=True)
                 text = whole.text
             why: FinishReason = reason or ("length" if end is None else "stop")
             beams.append(CompletionOutput(rank, text, ids, None, score, why, end))
@@ -364,12 +372,15 @@ class RequestState:
         ids = generation.output_ids(branch)[: generation.ends[branch]].tolist()
         text = self._text(branch, over)
         since = self._reported[branch] if self.params.output_kind is OutputKind.DELTA else _Reported()
-        self._reported[branch] = _Reported(len(ids), len(text))
         logprobs: list[TokenLogprobs] | None = None
+        total: float | None = None
         if generation.rules.logprobs is not None:
             logprobs = self._named(generation.logprobs[branch][since.tokens : len(ids)])
+            total = since.logprob + sum(entry.logprob for entry in logprobs)
+        self._reported[branch] = _Reported(len(ids), len(text), total or 0.0)
         why, by = self._why(branch, ids, reason) if over else (None, None)
-        return CompletionOutput(branch, text[since.characters :], ids[since.tokens :], logprobs, 0.0, why, by)
+        new = text[since.characters :], ids[since.tokens :]
+        return CompletionOutput(branch, *new, logprobs, 0.0, why, by, total)
 
     def _named(self, entries: Sequence[TokenLogprobs]) -> list[TokenLogprobs]:
         """The entries with the texts of their tokens."""

@@ -178,9 +178,7 @@ class Runner:
             self.pool = pool_for(loaded, *sizes)
         else:
             if graphs is not None:
-                raise ModelError(
-                    "layers in groups: a recorded step has one block table; set cuda_graphs=False"
-                )
+                raise ModelError("layers in groups: a recording has one block table; set cuda_graphs=False")
             self.pool = GroupedPool(
                 groups,
                 page_counts,

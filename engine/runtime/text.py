@@ -77,9 +77,7 @@ def chat_prompt(
     _refuse_reserved(template_values)
     if isinstance(tokenizer, ByteTokenizer):
         if template_values or chat_template or tools:
-            raise TokenizerError(
-                "chat_template_kwargs, chat_template, tools: this model has no chat template"
-            )
+            raise TokenizerError("chat_template_kwargs, chat_template, tools: the model has no template")
         text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
         text = text[:-1] if continue_final_message else text
         return tokenizer.encode(f"{text}assistant: " if add_generation_prompt else text)

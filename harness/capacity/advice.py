@@ -392,9 +392,7 @@ def _better(found: Sequence[FlagEffect]) -> dict[str, Any]:
     """The best value of each flag that helps."""
     helps = [one for one in found if one.worse < _HELPS]
     keys = dict.fromkeys(one.key for one in helps)
-    return {
-        key: min((one for one in helps if one.key == key), key=lambda one: one.worse).value for key in keys
-    }
+    return {key: min((one for one in helps if one.key == key), key=lambda it: it.worse).value for key in keys}
 
 
 def matters(advice: Advice) -> str:
@@ -508,9 +506,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
         )
     if pool.groups is None:
         held = profile.hit_ratio(pool.num_blocks)
-        curve = ", ".join(
-            f"{percent(profile.hit_ratio(size * pool.num_blocks))} at {size:g}" for size in _POOLS
-        )
+        curve = ", ".join(f"{percent(profile.hit_ratio(one * pool.num_blocks))} at {one:g}" for one in _POOLS)
         advice.floor += (
             f"; least recently used, requests one after the other: {percent(held)} in a pool of this size, and by "
             f"multiples of it {curve}"

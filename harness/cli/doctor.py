@@ -130,9 +130,7 @@ def _say_health(root: Path, health: Health) -> Manifest | None:
 
 def _missing(root: Path, manifest: Manifest) -> list[str]:
     """The points of the sweep of which there is neither a record nor a failure, nor anything damaged."""
-    return [
-        point.fingerprint for point in manifest.points if not Layout(root).point(point.fingerprint).exists()
-    ]
+    return [one.fingerprint for one in manifest.points if not Layout(root).point(one.fingerprint).exists()]
 
 
 def _say_derived(root: Path, manifest: Manifest) -> list[str]:

@@ -297,9 +297,7 @@ def _print_errors(found: "Calibration") -> None:
         say(f"  {workload:32} {_metrics(metrics)}")
     if found.table:
         cells = sum(cell == cell for row in found.table.decode.seconds for cell in row)
-        say(
-            f"grid for cost=table: {cells} decode shapes; error where every other value of an axis is left out:"
-        )
+        say(f"grid for cost=table: {cells} decode shapes; error without every other value of an axis:")
         for part, errors in found.table.source.heldout.items():
             if part not in source.heldout:
                 say(f"  {part:30} {_errors(errors)}")

@@ -87,9 +87,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_logs(parser: argparse.ArgumentParser) -> None:
     _add_store(parser)
-    parser.add_argument(
-        "--point", metavar="TEXT", help="only points with this text in their settings or name"
-    )
+    parser.add_argument("--point", metavar="TEXT", help="points with this text in settings or name alone")
 
 
 COMMANDS = (

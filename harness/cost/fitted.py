@@ -40,9 +40,7 @@ class FittedCost:
     @cached_property
     def attention_terms(self) -> list[tuple[int, float]]:
         """Attention columns with a cost, with seconds per unit, in the order in which they are added."""
-        return [
-            (column, float(value)) for column, value in zip(ATTENTION, self.attention, strict=True) if value
-        ]
+        return [(name, float(value)) for name, value in zip(ATTENTION, self.attention, strict=True) if value]
 
     @cached_property
     def rest_terms(self) -> list[tuple[int, float]]:

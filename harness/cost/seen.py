@@ -72,9 +72,7 @@ class SeenByFit:
         names = [name for name in {**self.model, **now} if now.get(name, 0.0) != self.model.get(name, 0.0)]
         if not names:
             return ""
-        said = ", ".join(
-            f"{name} {now.get(name, 0):g} (it saw {self.model.get(name, 0):g})" for name in names
-        )
+        said = ", ".join(f"{one} {now.get(one, 0):g} (it saw {self.model.get(one, 0):g})" for one in names)
         return f"the fit has not seen this model shape: {said}"
 
     def new_kinds(self, shape: ModelShape) -> list[str]:

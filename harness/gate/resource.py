@@ -436,9 +436,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     """
     made_on = f"Triton {now.made_on['triton']}, {len(now.cases)} compiled kernels; nothing was timed"
     if baseline.made_on != now.made_on:
-        reason = (
-            f"the baseline is of Triton {baseline.made_on.get('triton')}: other compilers make other code"
-        )
+        reason = f"the baseline is of Triton {baseline.made_on.get('triton')}: others make other code"
         return LayerResult.undecided("resource", reason, made_on)
     more = (settings or default_settings()).resource.more_instructions
     findings, remarks = list(coverage(now, baseline)), list(now.remarks)

@@ -115,7 +115,7 @@ def table_text(baseline: Path) -> str:
     cases = json.loads(baseline.read_text(encoding="utf-8"))["cases"]
     shape = {"rows": ROWS, "slots": SLOTS, "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM}
     rows = (
-        f"{gpu},{width},{size},{factor:.4f},{limit}\n" for gpu, width, size, factor, limit in rows_of(cases)
+        f"{gpu},{width},{size},{ratio:.4f},{limit}\n" for gpu, width, size, ratio, limit in rows_of(cases)
     )
     return _HEAD.format(source=f"results/baselines/{baseline.name}", **shape) + "".join(rows)
 

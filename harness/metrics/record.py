@@ -134,9 +134,7 @@ class PointRecord:
         if not self.measured:
             del values["pace"]
         lists = {name: list(values[name]) for name in _LISTS}
-        return {
-            name: (value or None) if name in _NULLS else value for name, value in (values | lists).items()
-        }
+        return {name: (one or None) if name in _NULLS else one for name, one in (values | lists).items()}
 
     @classmethod
     def from_json(cls, value: Section) -> "PointRecord":

@@ -337,9 +337,7 @@ def _check_modelled(deployment: Deployment, kind: CostKind) -> None:
         reason = (
             f"{kind}, but {deployment.model.name} has {has}, and its timings are of K and V of every token"
         )
-        raise ConfigError(
-            "cost.kind", f"{reason}; use cost=roofline, or cost=fitted on the device that runs it"
-        )
+        raise ConfigError("cost.kind", f"{reason}; use cost=roofline, or cost=fitted on its device")
     if kind not in _PREDICTED or kind is CostKind.published:
         return
     models = [(deployment.model, "model.path")]

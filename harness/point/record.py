@@ -298,9 +298,7 @@ def make_record(
 
 def _asked(point: Point, figures: dict[str, float]) -> dict[str, float]:
     """The figures without the ratio of hits where there is no prefix cache to ask: what is not measured is not 0 %."""
-    return {
-        name: value for name, value in figures.items() if point.pool.prefix_caching or name != "hit_ratio"
-    }
+    return {name: one for name, one in figures.items() if point.pool.prefix_caching or name != "hit_ratio"}
 
 
 def _pool_section(point: Point) -> dict[str, Any]:

@@ -378,9 +378,7 @@ def _sharing_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choi
 
 def _not_found(records: Sequence[PointRecord], hits: float) -> str:
     """Why fewer prompt tokens come from the cache than are shared: what no pool finds, and what this one lost."""
-    shared = [
-        float(found) for one in records if (found := one.trace.get("realised_prefix_share")) is not None
-    ]
+    shared = [float(said) for one in records if (said := one.trace.get("realised_prefix_share")) is not None]
     most = [found for one in records if (found := one.value("hit_ratio", "analytic")) is not None]
     if not shared or not most:
         return ""

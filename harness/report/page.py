@@ -46,9 +46,7 @@ def points_json(study: Study, axes: Axes) -> str:
         return ""
     records = shown_records(study)
     keys = [POLICY, *axes.values]
-    known = [
-        name for name in EXPLORED if any(record.value(name, "simulated") is not None for record in records)
-    ]
+    known = [name for name in EXPLORED if any(one.value(name, "simulated") is not None for one in records)]
     scales = {name: column_scale(name, records) for name in known}
     content = {
         "axes": [_axis(records, key) for key in keys],

@@ -273,9 +273,7 @@ def _worth(paced: Sequence[tuple[PointRecord, Mapping[str, Any]]]) -> str:
 
 def _paced_errors(paced: Sequence[tuple[PointRecord, Mapping[str, Any]]]) -> list[tuple[float, float]]:
     """The mean error of a step's time at each point, with the pace followed and without."""
-    found = [
-        (_mape(record.levels.get("teacher_forced")), _mape(pace.get("unscaled"))) for record, pace in paced
-    ]
+    found = [(_mape(one.levels.get("teacher_forced")), _mape(pace.get("unscaled"))) for one, pace in paced]
     return [(scaled, plain) for scaled, plain in found if scaled is not None and plain is not None]
 
 

@@ -313,9 +313,7 @@ class FigureChoice:
         parts = [self.x, *(f"{key}" for key in (self.hue, self.col) if key)]
         parts += [f"{key}={value}" for key, value in self.where.items()]
         parts += () if tuple(self.metrics) == curves.SHOWN else self.metrics
-        return "chosen_" + "".join(
-            sign if sign.isalnum() or sign in "=-_" else "_" for sign in "_".join(parts)
-        )
+        return "chosen_" + "".join(one if one.isalnum() or one in "=-_" else "_" for one in "_".join(parts))
 
 
 def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | None = None) -> list[Path]:

@@ -196,9 +196,7 @@ def _summary(runs: Sequence[Row]) -> list[Row]:
         if priced:
             count = {"runs": len(priced), "not priced": len(rows) - len(priced)}
             found.append({"cost": cost, **count, **_statistics(priced)})
-    names = [
-        {row["run"] for row in _priced(runs) if row["cost"] == cost} for cost in ("roofline", "published")
-    ]
+    names = [{row["run"] for row in _priced(runs) if row["cost"] == one} for one in ("roofline", "published")]
     both = names[0] & names[1]
     for cost in ("roofline", "published"):
         rows = [row for row in _priced(runs) if row["cost"] == cost and row["run"] in both]

@@ -143,7 +143,7 @@ class Envelope:
         if entry.token not in dict(entry.best):
             found.append((entry.token, entry.logprob, entry.rank))
         return {
-            str(token): {"logprob": value, "rank": rank, "decoded_token": self._text([token])}
+            str(token): {"logprob": _finite(value), "rank": rank, "decoded_token": self._text([token])}
             for token, value, rank in found
         }
 
@@ -186,13 +186,14 @@ class Envelope:
             ends.append(ends[-1] + len(name))
         return {
             "tokens": names,
-            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "token_logprobs": [entry and _finite(entry.logprob) for entry in entries],
             "top_logprobs": [entry and self._best(entry) for entry in entries],
             "text_offset": ends[:-1],
         }
 
     def _best(self, entry: TokenLogprobs) -> dict[str, float]:
-        return {self._token(token): value for token, value in (*entry.best, (entry.token, entry.logprob))}
+        found = (*entry.best, (entry.token, entry.logprob))
+        return {self._token(token): _finite(value) for token, value in found}
 
     def _chat_logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
         if output.logprobs is None:
@@ -200,7 +201,7 @@ class Envelope:
 
         def named(token: int, value: float) -> dict[str, Any]:
             name = self._token(token)
-            return {"token": name, "logprob": value, "bytes": list(name.encode())}
+            return {"token": name, "logprob": _finite(value), "bytes": list(name.encode())}
 
         return {
             "content": [
@@ -208,6 +209,11 @@ class Envelope:
                 for entry in output.logprobs
             ]
         }
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability as a number of JSON, which knows no infinity: the one that OpenAI and vLLM give for it."""
+    return max(logprob, -9999.0)
 
 
 def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOutput], int]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 from types import MappingProxyType
@@ -135,10 +135,15 @@ class Server:
         if body.priority and not self.engine.facts.uses_priority:
             reason = "says nothing to this server; start it with scheduler.policy=priority"
             raise _wrong("priority", f"{body.priority} {reason}")
+        most, longest = body.most_tokens or 0, self.engine.facts.limits.max_model_len
+        if longest and most > longest:  # as in vLLM, which ends others where the sequence does
+            raise _wrong("max_tokens", f"{most:,}; prompt and output together take {longest} at most")
         params = body.sampling_params(self.defaults)
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
         envelope = answers.Envelope(self.model, is_chat, self.engine.facts.tokenizer, options)
         name, salt = f"http-{uuid.uuid4().hex}", body.cache_salt or ""
+        if given := request.headers.get("x-request-id", body.request_id):
+            envelope = replace(envelope, answer_id=given)
         outputs = answers.merged(self.engine, name, prompts, params, priority=body.priority, cache_salt=salt)
         stream = self._counted(outputs, len(prompts))
         if not body.stream:

@@ -139,6 +139,7 @@ class _Sampling(BaseModel):
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
     priority: int = 0
+    request_id: str | None = None  # of the answer, where the header X-Request-Id gives none
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -244,6 +245,11 @@ class CompletionRequest(_Sampling):
     add_special_tokens: bool = True
 
     @property
+    def most_tokens(self) -> int | None:
+        """The tokens that are asked for, at most."""
+        return self.max_tokens
+
+    @property
     def prompts(self) -> list[str | list[int]]:
         """The prompts, one by one."""
         if isinstance(self.prompt, str):
@@ -307,6 +313,11 @@ class ChatRequest(_Sampling):
             raise FieldError("top_logprobs", "only with logprobs=true")
         return self
 
+    @property
+    def most_tokens(self) -> int | None:
+        """The tokens that are asked for, at most."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
     def prompt_ids(self, tokenizer: Any) -> list[int]:
         """Token ids of the conversation. Raises TokenizerError."""
         return chat_prompt(
@@ -319,9 +330,8 @@ class ChatRequest(_Sampling):
 
     def sampling_params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:
         """The engine's parameters; `defaults` are those of fields that were left out. Raises ParamsError."""
-        most = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
-        return self._sampling_params(most, logprobs, self.prompt_logprobs, defaults)
+        return self._sampling_params(self.most_tokens, logprobs, self.prompt_logprobs, defaults)
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""

@@ -567,9 +567,7 @@ class ResidencySampler:
 
     def _now_ns(self) -> int:
         if self.clock is None:
-            raise CoreError(
-                "residency is sampled without a clock: set ResidencySampler.clock, which gives ns"
-            )
+            raise CoreError("residency is sampled without a clock: set ResidencySampler.clock, of ns")
         return self.clock()
 
     def allocated(self, blocks: Sequence[int]) -> None:

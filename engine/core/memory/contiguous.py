@@ -58,9 +58,7 @@ class FreeRuns:
                     del self._starts[index], self._ends[index]
                 self.free -= length
                 return range(start, start + length)
-        raise OutOfBlocksError(
-            f"no hole of {length} slots; {self.free} are free in {len(self._starts)} holes"
-        )
+        raise OutOfBlocksError(f"no hole of {length} slots; {self.free} free in {len(self._starts)} holes")
 
     def give(self, run: range) -> None:
         """Free a run. Raises CoreError if a part of it is free already."""

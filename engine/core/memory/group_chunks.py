@@ -286,9 +286,7 @@ class ChunkPages(PoolPages):
     def _check_places(self) -> None:
         chunks = [*self._free, *self._idle, *self._live_in]
         if sorted(chunks) != list(range(self.chunks)):
-            raise InvariantError(
-                f"{len(chunks)} free, idle and busy chunks are not exactly the {self.chunks}"
-            )
+            raise InvariantError(f"{len(chunks)} free, idle and busy chunks are not the {self.chunks}")
         for group, nested in enumerate(self._nested):
             own = [chunk for chunk, owner in self._group_of.items() if owner == group]
             busy = [chunk for chunk in own if chunk in self._live_in]

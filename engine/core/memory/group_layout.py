@@ -282,9 +282,7 @@ def uniform_layout(
     recurrent = [each for each in sets if each.kind is GroupKind.state]
     tokens = [each for each in sets if each.kind is not GroupKind.state]
     if not tokens:
-        raise CoreError(
-            "the layers keep states alone: there is no token page that could set the size of a page"
-        )
+        raise CoreError("the layers keep states alone: no page of tokens could set the size of a page")
     size = block_size
     if recurrent:
         state_bytes = max(each.layer_bytes for each in recurrent)

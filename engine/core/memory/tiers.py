@@ -143,9 +143,7 @@ class Tier:
         if stored != {slot: key for key, slot in self.slots.items()}:
             raise InvariantError(f"tier {self.spec.name}: keys and slots do not agree")
         if sorted(self._policy.blocks()) != sorted(stored) or len(self._policy) != len(stored):
-            raise InvariantError(
-                f"tier {self.spec.name}: the order of eviction has other units than the tier"
-            )
+            raise InvariantError(f"tier {self.spec.name}: its order of eviction has other units")
         unused = len(self._free) + sum(self._reading.values())
         if len(stored) + unused != len(self._units) or len(stored) > self.spec.units:
             raise InvariantError(f"tier {self.spec.name}: {len(stored)} units of {self.spec.units}")

@@ -139,9 +139,7 @@ def advance_searches(
 def _advance_alike(logits: torch.Tensor, generations: Sequence[Generation], count: int) -> list[list[int]]:
     """Advance requests with equally many hypotheses, logits `[requests, hypotheses, vocab]`. Returns their parents."""
     hypotheses = logits.shape[1]
-    known = np.stack(
-        [generation.search.scores[:hypotheses] for generation in generations if generation.search]
-    )
+    known = np.stack([one.search.scores[:hypotheses] for one in generations if one.search])
     find = own_continuations if generations[0].rules.every_end else best_continuations
     best = find(logits, torch.from_numpy(known).to(logits.device), count)
     columns = (column.cpu().numpy() for column in (best.parents, best.tokens, best.scores))

@@ -304,9 +304,7 @@ def _caption(
     text += f"; cache policy {like.policy}" + (f", {fixed}" if fixed else "")
     same = [record for record in study.records if record.policy == like.policy]
     text += f": {'all' if shown == len(same) else shown} of its {len(same):,} points."
-    others = [
-        name for name in policies(study.records) if name != like.policy and (table[POLICY] == name).any()
-    ]
+    others = [one for one in policies(study.records) if one != like.policy and (table[POLICY] == one).any()]
     if others:
         hue = layout.hue if layout.hue and layout.hue != BLOCK else None
         at = f" at {hue}={like.setting(hue)}" if hue else ""
@@ -414,9 +412,7 @@ def draw_heat(study: Study, axes: Axes) -> Picture:
     """One map for each metric, over the first two numeric settings of the paged points, the others held low."""
     keys = axes.numeric[:2]
     if len(keys) < 2:
-        return Missing(
-            "heat", "Fewer than two numeric settings were swept, so there is no map of two settings."
-        )
+        return Missing("heat", "Fewer than two numeric settings were swept: there is no map of two.")
     policy = "paged" if any(r.policy == "paged" for r in study.records) else study.records[0].policy
     own = [record for record in study.records if record.policy == policy]
     like = reference(own, axes, "low") or own[0]

@@ -3,7 +3,9 @@
 import json
 import os
 import random
+import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,21 @@ ask = SamplingParams(temperature=0, max_tokens=5, logit_bias={llm.get_tokenizer(
 out = llm.generate("the cat", ask)[0].outputs[0]
 assert (out.finish_reason, out.stop_reason) == ("stop", None)
 """,
+    "beams with the text of their end token": """
+words = llm.get_tokenizer()
+ends = [token for token in range(1, 512) if words.decode([token]).isascii()]
+ask = {"beam_width": 3, "max_tokens": 8, "stop_token_ids": ends}
+plain, whole = (
+    llm.generate("the cat", SamplingParams(**ask, include_stop_str_in_output=kept))[0].outputs for kept in (False, True)
+)
+pairs = [(one, other) for one, other in zip(plain, whole) if one.stop_reason]
+assert pairs and [one.token_ids for one in plain] == [one.token_ids for one in whole]
+for one, other in pairs:
+    assert other.text == one.text + words.decode([one.stop_reason])
+""",
+    "a temperature too small to divide by": """
+assert SamplingParams(temperature=1e-7).temperature == SamplingParams(temperature=0.009).temperature == 0.01
+""",
     "a shared system prompt": """
 system = "You saw the quick brown fox jump over that lazy dog, again and again; what is on the mat? " * 2
 prompts, sampling_params = [system + one for one in ("a cat", "a dog")], SamplingParams(temperature=0.0, max_tokens=3)
@@ -297,6 +314,15 @@ assert outs[1].metrics.finished_s < outs[0].metrics.finished_s
     "a draft model by its short names": """
 assert LLM(MODEL, spec_model=MODEL, spec_tokens=2, max_model_len=64).engine.options.draft_tokens == 2
 """,
+    "sequences longer than the model's": """
+from engine.runtime.errors import ModelError
+try:
+    LLM(MODEL, max_model_len=257)
+except ModelError as error:
+    assert "max_model_len 257, and its positions are known up to 256" in str(error)
+else:
+    raise AssertionError
+""",
     "a draft model": """
 llm = LLM(MODEL, speculative_config={"model": MODEL, "num_speculative_tokens": 3}, max_model_len=64)
 plain = LLM(MODEL, max_model_len=64)
@@ -337,6 +363,24 @@ def test_a_script_runs_on_an_llm(name, llm):
 @pytest.mark.parametrize("name", OWN)
 def test_a_script_runs_with_an_llm_of_its_own(name, model):
     exec(compile(IMPORTS + OWN[name], name, "exec"), {"MODEL": str(model)})
+
+
+def test_the_tokenizers_end_token_ends_too_as_in_vllm(model, tmp_path):
+    """A chat model often names another one in its config.json, and has no generation_config.json."""
+    from engine.runtime.llm import LLM, SamplingParams
+
+    shutil.copytree(model, tmp_path / "chat")
+    (tmp_path / "chat" / "generation_config.json").unlink()
+    config = tmp_path / "chat" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 300}))
+    llm = LLM(str(tmp_path / "chat"))
+    end = llm.get_tokenizer().eos_token_id
+    for token, said in ((end, None), (300, 300)):
+        ask = SamplingParams(temperature=0, max_tokens=5, logit_bias={token: 100.0})
+        out = llm.generate("the cat", ask)[0].outputs[0]
+        assert (out.token_ids, out.finish_reason, out.stop_reason) == ([token], "stop", said)
+        on = llm.generate("the cat", replace(ask, ignore_eos=True))[0].outputs[0]
+        assert on.token_ids == [token] * 5
 
 
 def test_the_space_before_the_first_word_stays(model):

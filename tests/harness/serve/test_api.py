@@ -175,7 +175,7 @@ def test_the_model_is_listed(client):
         ({"n": 0}, "n: 0 is not 1 or more"),
         ({"n": 65}, "n: 65 sequences; this engine runs 64 at most"),
         ({"max_tokens": -1}, "max_tokens"),
-        ({"max_tokens": 500}, "together they take 128 at most"),
+        ({"max_tokens": 500}, "output together take 128 at most"),
         ({"prompt": "cat " * 200}, "prompt and output together take 128 at most"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": []}, "at least one is needed"),
@@ -187,7 +187,7 @@ def test_the_model_is_listed(client):
         ({"extra_body": {"best_off": 2}}, "best_off"),
         ({"suffix": "x"}, "suffix: this server knows only"),
         ({"best_of": 3}, "best_of"),
-        ({"stream": True, "max_tokens": 500}, "together they take 128 at most"),
+        ({"stream": True, "max_tokens": 500}, "output together take 128 at most"),
     ],
     ids=str,
 )

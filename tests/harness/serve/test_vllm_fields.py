@@ -1,9 +1,14 @@
 """What vLLM's server offers beyond OpenAI's interface, asked for over a real socket."""
 
+import json
+import math
+
 import httpx
 import openai
 import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
+
+USAGE = {"include_usage": True}
 
 
 @pytest.fixture(scope="module", name="engine")
@@ -34,6 +39,58 @@ def choice(address, **body):
     )
     assert answer.status_code == 200, answer.text
     return answer.json()["choices"][0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_ends_where_the_sequence_does_and_one_of_more_tokens_than_that_is_refused(address, stream):
+    """As in vLLM: `get_max_tokens` and `TokenizeParams`."""
+    asked = {"prompt": [5] * 120, "temperature": 0, "ignore_eos": True, "stream": stream}
+    found = post(
+        address, "/v1/completions", **asked, max_tokens=128, stream_options=USAGE if stream else None
+    )
+    last = found.text.split("data: ")[-2] if stream else found.text
+    assert json.loads(last)["usage"]["completion_tokens"] == 8
+    assert '"finish_reason": "length"' in found.text.replace('":"', '": "')
+    more = post(address, "/v1/completions", **asked, max_tokens=129)
+    assert more.status_code == 400
+    assert more.json()["error"]["param"] == "max_tokens"
+    said = [{"role": "user", "content": "a cat"}]
+    for name in ("max_tokens", "max_completion_tokens"):
+        chat = {"messages": said, "ignore_eos": True}
+        fits, wide = (
+            post(address, "/v1/chat/completions", **chat, **{name: number}) for number in (128, 129)
+        )
+        assert (fits.status_code, wide.status_code) == (200, 400)
+        assert fits.json()["usage"]["total_tokens"] == 128
+
+
+def test_a_client_names_its_answer(address):
+    body = {"prompt": "the cat", "max_tokens": 2}
+    headers = {"X-Request-Id": "mine"}
+    for path, prefix in (("/v1/completions", "cmpl-"), ("/v1/chat/completions", "chatcmpl-")):
+        asked = body if prefix == "cmpl-" else {"messages": [{"role": "user", "content": "x"}]}
+        by_field = post(address, path, **asked, request_id="own")
+        by_header = httpx.post(
+            address + path, json=asked | {"request_id": "own"}, headers=headers, timeout=PATIENCE_S
+        )
+        assert (by_field.json()["id"], by_header.json()["id"]) == (prefix + "own", prefix + "mine")
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_no_answer_has_an_infinity_which_is_no_json(chat):
+    """Of a token that the model's own logits exclude, as vLLM."""
+    from engine.runtime.decoding.generation import TokenLogprobs
+    from engine.runtime.requests import CompletionOutput, RequestMetrics, RequestOutput
+    from harness.serve.answers import Envelope
+    from harness.serve.protocol import AnswerOptions
+
+    never = -math.inf
+    entry = TokenLogprobs(7, never, 9, ((5, -0.5), (6, never)))
+    one = CompletionOutput(0, "x", [7], [entry])
+    request = RequestOutput("a", None, [1, 7], [one], True, RequestMetrics(0.0), None, [None, entry])
+    envelope = Envelope("tiny", chat, None, AnswerOptions(prompt_logprobs=True))
+    body = [envelope.choice(request, one, 0, chunk=False), envelope.prompt_fields(request)]
+    assert json.dumps(body, allow_nan=False).count("-9999.0") == (4 if chat else 7)
 
 
 def test_an_echo_puts_the_prompt_in_front(address):

@@ -1,5 +1,7 @@
 """Parallel samples depend on seed, request, branch and position, and on nothing around them."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -44,9 +46,12 @@ def test_preemption_does_not_change_samples(model_of, prompts):
     assert calm == tight
 
 
-def test_a_low_temperature_is_nearly_greedy(model_of, generate, prompts):
-    samples, _ = run(model_of(), prompts[:2], n=1, params={"temperature": 1e-4})
-    assert samples == [generate("llama", prompt, TOKENS)[0] for prompt in prompts[:2]]
+def test_a_low_temperature_is_nearly_greedy():
+    from engine.runtime.decoding.sample import draw, uniforms
+
+    logits = torch.arange(500.0)[torch.stack([torch.randperm(500) for _ in range(50)])]
+    chance = uniforms(3, list(range(50)), [0] * 50, [5] * 50)
+    assert torch.equal(draw(logits, 0.01, chance), logits.argmax(dim=1))
 
 
 def test_draws_follow_the_distribution():
@@ -131,7 +136,8 @@ def test_logprobs_are_those_of_the_model(model_of, prompts):
     from engine.runtime.params import SamplingParams
 
     params = SamplingParams(max_tokens=6, temperature=0.8, seed=2, logprobs=3)
-    out = LLM(model_of(), pool_tokens=512).generate([prompts[1]], params)[0].outputs[0]
+    llm = LLM(model_of(), pool_tokens=512)
+    out = llm.generate([prompts[1]], params)[0].outputs[0]
     with original_model(model_of()) as model, torch.inference_mode():
         logits = model(torch.tensor([list(prompts[1]) + out.token_ids])).logits[0, len(prompts[1]) - 1 : -1]
     expected = torch.log_softmax(logits.float(), dim=-1)
@@ -139,7 +145,13 @@ def test_logprobs_are_those_of_the_model(model_of, prompts):
         assert entry.logprob == pytest.approx(float(row[entry.token]), abs=1e-4)
         assert entry.rank == int((row > row[entry.token]).sum()) + 1
         assert [token for token, _ in entry.best] == row.topk(3).indices.tolist()
-    assert out.cumulative_logprob == pytest.approx(sum(entry.logprob for entry in out.logprobs))
+    total = sum(entry.logprob for entry in out.logprobs)
+    assert out.cumulative_logprob == pytest.approx(total)
+    llm.engine.add_request("a", prompts[1], replace(params, output_kind="delta"))
+    parts = [output.outputs[0] for output in llm.engine.run()]
+    sums = np.cumsum([entry.logprob for part in parts for entry in part.logprobs])
+    assert len(parts) > 2  # of all tokens so far, as in vLLM
+    assert [part.cumulative_logprob for part in parts if part.logprobs] == pytest.approx(sums)
 
 
 def test_logprobs_are_read_by_token_id_with_the_chosen_token_first():

@@ -1,5 +1,9 @@
 """Weights in the matrix kernels' own order change no token."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 
@@ -64,6 +68,18 @@ def test_a_layer_computes_the_same_whichever_library_is_faster(width, rows, bias
         pack_linears(layer)
         found = layer(x)
         assert torch.allclose(found.double(), torch.nn.Linear.forward(layer.double(), x.double()), atol=1e-5)
+
+
+def test_a_product_that_other_threads_compute_has_no_time_for_nothing(monkeypatch):
+    """The probe's own thread only waits for them."""
+    from engine.runtime.models import cpu_layers
+
+    with ThreadPoolExecutor(1) as others:
+        slow = partial(others.submit, time.sleep, 0.01)
+        monkeypatch.setattr(cpu_layers, "product_in_c", lambda weight, bias: lambda rows: slow().result())
+        monkeypatch.setattr(cpu_layers, "why_unavailable", lambda: "")
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+        assert not cpu_layers.c_wins()
 
 
 def test_few_numbers_of_rows_reach_the_library_however_many_batches_have():
