@@ -356,11 +356,12 @@ def draft_of(model: ModelConfig, path: str) -> ModelConfig:
 
 
 def max_position(model: ModelConfig) -> int:
-    """The longest sequence that the model takes, in tokens."""
+    """The longest sequence that the model takes, in tokens. Raises ConfigError where a checkpoint says none."""
     if not model.path:
         return model.max_position
-    names = "max_position_embeddings", "n_positions", "seq_length", "max_seq_len"
-    return CheckpointFacts(model.path).maybe(*names) or model.max_position
+    names = "max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length"
+    facts = CheckpointFacts(model.path)
+    return facts.maybe("model_max_length", *names) or facts.number(*names)  # the first is Command R's own
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:

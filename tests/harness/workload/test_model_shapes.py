@@ -514,3 +514,11 @@ def test_more_devices_than_kv_heads_repeat_the_heads(devices: int, held: int) ->
 def test_every_device_holds_the_latent_vector() -> None:
     shape = ModelShape(1, 64, 8, 2, 8, 128, 1000, 2, latent=LatentKV(16, 4, 8, 0))
     assert shape.kv_share(8) == 1.0
+
+
+def test_a_checkpoint_without_a_length_has_none_of_ours(tmp_path: Path) -> None:
+    unsaid = config(tmp_path, {"model_type": "bloom", "max_position_embeddings": None})
+    with pytest.raises(ConfigError, match="has none of max_position_embeddings, n_positions"):
+        deployment_of(unsaid)
+    longer = config(tmp_path, {"model_type": "bloom", "model_max_length": 131072})  # vLLM takes it first
+    assert deployment_of(longer).pool.max_model_len == 131072
