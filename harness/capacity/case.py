@@ -17,7 +17,7 @@ import numpy as np
 from engine.core.options import Sharing
 from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
 from harness.config.errors import ConfigError, UserError
-from harness.config.schema import EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat
+from harness.config.schema import Compiled, EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.config.values import replaced
 from harness.metrics import METRICS
 from harness.metrics.log import FloatArray, RunLog
@@ -210,7 +210,8 @@ class LoadCase:
         """How many requests are simulated at most."""
         if self.requests is not None or self.served is None:
             return self.requests or 1
-        in_core = obstacle(self.served, cost_model(self.served.deployment)) is not None
+        in_core = self.config.replay.compiled is Compiled.never
+        in_core = in_core or obstacle(self.served, cost_model(self.served.deployment)) is not None
         return (MOST_IN_CORE if in_core else MOST_COMPILED)[self.served.pool.groups is not None]
 
     @cached_property

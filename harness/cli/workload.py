@@ -94,6 +94,8 @@ def _run_capacity(arguments: Arguments) -> int:
     config = _capacity_config(arguments.overrides, flags.find)
     case = LoadCase(config, parse_slo(flags.slo))
     say(str(case.scope))
+    if (often := case.most // len(case.trace.requests)) > 1 and not case.held_back:
+        remark(f"a simulation sends them up to {often:,} times one after the other, so that growth shows")
     for seed in range(1, flags.seeds if case.draws else 1):
         drawn = replaced(config, {"workload.seed": config.workload.seed + seed})
         scope = LoadCase(drawn, case.slo).scope
@@ -325,11 +327,13 @@ def _source(source: Path, words: list[str]) -> _Source:
     from harness.twin.configured import configured
     from harness.twin.reading import read_engine_log
     from harness.twin.what_ifs import measured_figures
+    from harness.workload.deployment import WINDOWS_KEPT
 
     log = read_engine_log(source)
     found = configured(log, words)
     config = _with_groups(found.config, words)
-    return _Source(config, log.workload, (log.client, *found.warnings), measured_figures(log))
+    said = [one for one in found.warnings if config is found.config or WINDOWS_KEPT not in one]
+    return _Source(config, log.workload, (log.client, *said), measured_figures(log))
 
 
 def _of_trace(words: list[str]) -> _Source:

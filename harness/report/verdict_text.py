@@ -157,10 +157,8 @@ def _corrected(records: Sequence[PointRecord]) -> str:
     pairs = _paced_errors([(record, record.pace) for record in records])
     if not pairs:
         return ""
-    return (
-        f"Times are judged after correcting for the machine's pace; raw, the error of a step's time is "
-        f"{100 * median(plain for _, plain in pairs):.1f} %."
-    )
+    raw = f"raw, the error of a step's time is {100 * median(plain for _, plain in pairs):.1f} %."
+    return f"Times are judged after correcting for the machine's pace; {raw}"
 
 
 def _listed(word: str, found: Sequence[ClassVerdict]) -> str:

@@ -359,10 +359,7 @@ def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> s
             missing.append(f"{key}={getattr(getattr(config, group), name)}")
     if not missing:
         return ""
-    return (
-        f"Warning: the log does not give the engine's settings; PageTwin's own defaults are simulated "
-        f"({', '.join(missing)}), and times to first token follow them."
-    )
+    return f"Warning: not said by the log, PageTwin's own defaults are simulated ({', '.join(missing)})."
 
 
 def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:

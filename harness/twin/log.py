@@ -174,7 +174,5 @@ class EngineLog:
         if lost < _WORTH_SAYING * rows:
             return ""
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in dropped.items())
-        return (
-            f"Warning: {100 * lost / rows:.0f} % of the log's requests ({lost:,} of {rows:,}: {reasons}) are not "
-            "simulated, and the engine had their load."
-        )
+        which = f"{100 * lost / rows:.0f} % of the log's requests ({lost:,} of {rows:,}: {reasons})"
+        return f"Warning: {which} are not simulated, and the engine had their load."

@@ -204,11 +204,9 @@ def _tokens_of_an_id(log: RequestLog, rows: Sequence[LoggedRequest]) -> int:
         if fitting
         else f"no blocks of {tried}"
     )
-    reason = (
-        f"{len(row.hash_ids or ())} ids for {row.prompt_tokens} prompt tokens: {why}; say how many tokens an id stands "
-        "for in a column hash_block_tokens"
-    )
-    raise TraceError(log.file.path, row.line, "hash_ids", reason)
+    reason = f"{len(row.hash_ids or ())} ids for {row.prompt_tokens} prompt tokens: {why}"
+    more = "say how many tokens an id stands for in a column hash_block_tokens"
+    raise TraceError(log.file.path, row.line, "hash_ids", f"{reason}; {more}")
 
 
 def _by_names(rows: Sequence[LoggedRequest]) -> Shared:

@@ -130,11 +130,9 @@ class CheckpointFacts:
         """Raise ConfigError where a value is missing whose default only transformers knows, which is missing too."""
         unsaid = [n for n, families in _UNSAID.items() if self.family in families and n not in self._facts]
         if unsaid and self._filled is None:
-            reason = (
-                f"{unsaid[0]} is not written, and only transformers knows the default of {self.family}: install it "
-                f"(pip install '.[engine]'), or write {unsaid[0]}"
-            )
-            raise ConfigError(self._key, f"{self._read.file}: {reason}")
+            reason = f"{unsaid[0]} is not written, and only transformers knows the default of {self.family}"
+            more = f"install it (pip install '.[engine]'), or write {unsaid[0]}"
+            raise ConfigError(self._key, f"{self._read.file}: {reason}: {more}")
 
     def wrong(self, name: str, allowed: str) -> ConfigError:
         """The error of the value under `name`; `allowed` says what it must be."""

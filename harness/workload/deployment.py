@@ -46,7 +46,7 @@ from harness.workload.architecture import TIED, UNGATED, CheckpointFacts, checkp
 BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
-_WINDOWS_KEPT = (
+WINDOWS_KEPT = (
     "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
     "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
 )
@@ -477,7 +477,7 @@ def _pool_shape(config: RunConfig, model: ModelShape) -> PoolShape:
         sized_by=sized_by,
         memory=memory,
         window=model.sight,
-        note="; ".join([_WINDOWS_KEPT] * (slides and not groups) + [taken] * beside),
+        note="; ".join([WINDOWS_KEPT] * (slides and not groups) + [taken] * beside),
         groups=groups,
         page_counts=counts if groups else (),
     )

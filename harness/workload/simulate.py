@@ -121,7 +121,8 @@ _OFTEN = 20  # times
 def often_replayed(point: Point, cost: CostModel, requests: int) -> Point:
     """The point, replayed by compiled code where that pays: `requests` or a part of them come some twenty times."""
     takes_s = LOADING_S if is_cached() else COMPILING_S
-    if _OFTEN * requests * _seconds_in_core(point) < takes_s or obstacle(point, cost) is not None:
+    asked = point.replay.compiled is not Compiled.auto
+    if asked or _OFTEN * requests * _seconds_in_core(point) < takes_s or obstacle(point, cost) is not None:
         return point
     return replace(point, replay=replace(point.replay, compiled=Compiled.always))
 

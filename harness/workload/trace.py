@@ -289,11 +289,10 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
     mode, replay = config.replay.mode, config.replay
     paused = traffic_of(config, trace.header.client).turns and any(trace.columns.values("think_us"))
     if paused and config.workload.request_rate is not None:
-        sentence = (
-            "turns wait for answers and pause as long as recorded: fewer requests/s come than times were scaled to, "
-            "until as many conversations are under way as that rate has"
+        slower = "fewer requests/s come than times were scaled to, until as many conversations run as that rate has"
+        return trace.changed(
+            trace.requests, f"turns wait for answers and pause as long as recorded: {slower}"
         )
-        return trace.changed(trace.requests, sentence)
     if mode is ReplayMode.offline:
         return _at(trace, [0] * len(trace.requests), "offline: everything is there at the start")
     if mode is ReplayMode.closed:

@@ -27,7 +27,7 @@ from harness.capacity import (
     with_bounds,
 )
 from harness.capacity.advice import rate_text
-from harness.capacity.case import LoadCase, Trial, busiest_window, growth
+from harness.capacity.case import MOST_COMPILED, MOST_IN_CORE, LoadCase, Trial, busiest_window, growth
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
@@ -35,7 +35,7 @@ from harness.cli.workload import _capacity_config
 from harness.config.compose import compose_config
 from harness.config.errors import UserError
 from harness.config.overrides import parse_overrides
-from harness.config.schema import CostKind, Oversize, RunConfig
+from harness.config.schema import Compiled, CostKind, Oversize, RunConfig
 from harness.point.cost import cost_model
 from harness.workload.simulate import predict
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
@@ -549,12 +549,20 @@ def test_the_command_finds_writes_and_prints(
     monkeypatch.chdir(tmp_path)
     words = ["capacity", "--slo", "ttft_p99<0.04", "--seeds", "2", "--precision", "0.3", "--out", "cap"]
     code = main([*words, "cost=roofline", "workload.num_requests=30"])
-    said = capsys.readouterr().out
+    said, progress = capsys.readouterr()
+    assert "sends them up to 666 times one after the other" in progress
     assert code == 0
     assert said.startswith("Simulated: all 30 requests")
     assert "The SLO (ttft_p99 ≤ 0.04 s) holds up to" in said
     assert " Of the first seed: What breaks first, at " in said or " Of the first seed: When the load" in said
     assert (tmp_path / "cap" / "capacity.html").exists()
+
+
+def test_fewer_requests_are_simulated_where_the_core_alone_may() -> None:
+    config = single_server()
+    assert LoadCase(config, parse_slo("ttft_p99<2")).most == MOST_COMPILED[0]
+    config.replay.compiled = Compiled.never
+    assert LoadCase(config, parse_slo("ttft_p99<2")).most == MOST_IN_CORE[0]
 
 
 def test_the_command_refuses_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:

@@ -236,6 +236,14 @@ def test_auto_leaves_to_the_core_what_needs_it(monkeypatch: pytest.MonkeyPatch) 
     assert not compiled.compiled_replays(workload, cost)
 
 
+@pytest.mark.parametrize("asked", ["never", "always"])
+def test_what_is_asked_for_is_kept_where_a_point_is_replayed_often(asked: str) -> None:
+    workload, cost = point(f"replay.compiled={asked}")
+    assert compiled.often_replayed(workload, cost, 10**6).replay.compiled == asked
+    workload, cost = point()
+    assert compiled.often_replayed(workload, cost, 10**6).replay.compiled is Compiled.always
+
+
 def test_without_numba_the_core_replays_and_always_says_what_is_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
