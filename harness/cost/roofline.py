@@ -387,8 +387,14 @@ def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
         yield "chance imbalance among devices: each has its expected load"
     if model.state_layers:
         yield "weights and operations of layers with a state: they count as those of a layer's projections in attention"
+        yield "gates of the attention beside such layers"
     if model.latent:
         yield "unpacking latent keys of a prompt's earlier chunks"
+    if device.parallel > 1:
+        yield "the all-reduce of the input embedding"
+    if device.parallel > (1 if model.latent else model.kv_heads):
+        yield "weights of K and V that several devices hold: each is taken to hold its share"
+    yield "prefixes that rows share: each row reads them, as without cascade attention"
 
 
 def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:

@@ -146,6 +146,19 @@ def test_the_rate_of_float32_on_a_gpu_is_said_not_to_be_known() -> None:
     assert [key for key, words in said.items() if "arithmetic in float32" in str(words)] == [("h100", 4)]
 
 
+@pytest.mark.parametrize(
+    ("parallel", "shape", "repeats"),
+    [(1, QWEN3_30B_A3B, False), (4, QWEN3_30B_A3B, False), (8, QWEN3_30B_A3B, True), (2, DEEPSEEK, True)],
+)
+def test_what_several_devices_do_beside_their_share_is_said(
+    parallel: int, shape: ModelShape, repeats: bool
+) -> None:
+    said = str(RooflineCost(shape, replace(H100, parallel=parallel)).source.provenance["not priced"])
+    assert ("the all-reduce of the input embedding" in said) == (parallel > 1)
+    assert ("weights of K and V that several devices hold" in said) == repeats
+    assert "prefixes that rows share: each row reads them" in said
+
+
 @pytest.mark.parametrize("shape", [QWEN3_30B_A3B, DEEPSEEK], ids=["experts", "latent"])
 def test_numbers_and_arrays_are_priced_to_the_same_bits(shape: ModelShape) -> None:
     features = replay([request(n, 0, 300 + n, 20) for n in range(3)], fast_forward=False)[1].features
