@@ -94,10 +94,8 @@ class PoolSize:
 
     def __str__(self) -> str:
         if self.groups:
-            return (
-                f"KV pool: {self.blocks:,} pages of {self.groups} groups of layers, match unit {self.block_size} "
-                f"tokens, {_size(self.bytes)}"
-            )
+            held = f"{self.groups} groups of layers, match unit {self.block_size} tokens, {_size(self.bytes)}"
+            return f"KV pool: {self.blocks:,} pages of {held}"
         return f"KV pool: {self.blocks:,} blocks of {self.block_size} = {self.tokens:,} tokens, {_size(self.bytes)}"
 
 

@@ -493,23 +493,19 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
     exact = sum(shared) / max(1, sum(prompts))
     profile = reuse_profile(paths, unit, spare_last_token=True)
     most = float(profile.blocks.sum()) * unit / max(1, sum(prompts))
-    advice.floor = (
-        f"{percent(exact)} of the prompt tokens stood at the start of an earlier prompt; in whole match units of "
-        f"{unit} tokens {percent(most)}"
-    )
+    whole = f"in whole match units of {unit} tokens {percent(most)}"
+    advice.floor = f"{percent(exact)} of the prompt tokens stood at the start of an earlier prompt; {whole}"
     best = 0.0
     if most and pool.groups is None and profile.blocks_in_all <= MOST_BLOCKS:
         best = optimal_hit_tokens(paths, unit, pool.num_blocks) / max(1, sum(prompts))
-        advice.floor += (
-            f", and at most {percent(best)} with any eviction (Belady's optimum, a bound: blocks of running requests "
-            "may put it out of reach)"
-        )
+        bound = "Belady's optimum, a bound: blocks of running requests may put it out of reach"
+        advice.floor += f", and at most {percent(best)} with any eviction ({bound})"
     if pool.groups is None:
         held = profile.hit_ratio(pool.num_blocks)
         curve = ", ".join(f"{percent(profile.hit_ratio(one * pool.num_blocks))} at {one:g}" for one in _POOLS)
+        one_by_one = "least recently used, requests one after the other"
         advice.floor += (
-            f"; least recently used, requests one after the other: {percent(held)} in a pool of this size, and by "
-            f"multiples of it {curve}"
+            f"; {one_by_one}: {percent(held)} in a pool of this size, and by multiples of it {curve}"
         )
         if best > held + _WORTH_SAYING and profile.blocks_in_all <= _MOST_TRIED:
             rule, found = best_rule(paths, unit, pool.num_blocks)

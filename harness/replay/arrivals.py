@@ -21,8 +21,7 @@ NS_PER_S = 1_000_000_000
 NEVER = -1  # a time in ns of what did not happen
 LATEST_NS = 2**62  # 146 years; the sum of two times must fit into 64 bits
 _TOO_LONG = (
-    "the replay would last longer than 146 years, beyond what its clock counts; a rate or a figure of the device "
-    "(device.*) is too small, or one of its latencies too large"
+    "the replay would last longer than 146 years: a rate or a figure of device.* is too small or too large"
 )
 
 

@@ -125,10 +125,8 @@ class Study:
         modelled = [record.provenance.get("block size") for record in self.records]
         if found := [one for one in modelled if one]:
             most = max(float(one["uncertainty"]) for one in found)
-            return (
-                "Block size is priced by a static model of our kernels, not by measurements: predicted differences in "
-                f"attention below {most:.0%} are no finding."
-            )
+            what = "Block size is priced by a static model of our kernels, not by measurements: predicted"
+            return f"{what} differences in attention below {most:.0%} are no finding."
         return ""
 
     def steps(self, record: PointRecord) -> "pd.DataFrame | None":

@@ -363,7 +363,7 @@ def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> s
 
 
 def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:
-    found = [f"{name} = {value}: no key of ours, not simulated." for name, value in settings.unmapped.items()]
+    found = [f"{name} = {value}: not simulated." for name, value in settings.unmapped.items()]
     if settings.async_scheduling is None and _AHEAD not in chosen:
         how = "on" if config.scheduler.async_scheduling else "off"
         found.append(

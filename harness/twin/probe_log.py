@@ -21,9 +21,7 @@ from traces.formats.files import SourceFile
 from traces.formats.parsing import as_whole, read_object, require_list, require_object
 
 _ENDS = ("stop", "length")  # of requests that ended well
-_NO_OPTIONS = (
-    *("scheduler", "watermark", "scheduler_reserve_full_isl", "prefix_caching_hash_algo", "num_gpu_blocks"),
-)
+_NO_OPTIONS = ("scheduler", "prefix_caching_hash_algo", "num_gpu_blocks")
 _NS = 1e-9
 
 

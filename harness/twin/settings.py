@@ -27,7 +27,7 @@ _BOOKS = ("origin", "unmapped", "unmodelled")
 _KEYS = {  # groups of our configuration; a key is called as the setting is
     "scheduler": (
         *("max_running", "max_batched_tokens", "chunked_prefill", "async_scheduling", "policy"),
-        *("long_prefill_tokens", "long_prefill_adaptive", "mixed_steps"),
+        *("long_prefill_tokens", "long_prefill_adaptive", "mixed_steps", "watermark", "admit_whole_prompt"),
     ),
     "cache": (
         *("block_size", "prefix_caching", "prefix_match_unit", "pool_tokens", "pool_blocks", "max_model_len"),
@@ -57,6 +57,8 @@ class EngineSettings:
     long_prefill_tokens: int | None = None
     long_prefill_adaptive: bool | None = None
     mixed_steps: bool | None = None
+    watermark: float | None = None
+    admit_whole_prompt: bool | None = None
     block_size: int | None = None
     prefix_caching: bool | None = None
     prefix_match_unit: int | None = None
@@ -273,6 +275,8 @@ _VLLM: Mapping[str, Read] = {
     "policy": _named({"fcfs": "fcfs", "priority": "priority"}),
     "long_prefill_tokens": _unless(count, "0"),
     "long_prefill_adaptive": _yes_or_no,
+    "watermark": _unless(_share, "0", "0.0"),
+    "admit_whole_prompt": lambda value, name: None if _yes_or_no(value, name) else False,
     "block_size": count,
     "prefix_caching": _yes_or_no,
     "prefix_match_unit": count,
@@ -287,9 +291,10 @@ _VLLM: Mapping[str, Read] = {
     "data_parallel": count,
     "expert_parallel": _yes_or_no,
 }
+_BY_OPTION = {VLLM_NAMES.get(key, key): (key, read) for key, read in _VLLM.items()}
 VLLM = EngineArguments(
     "vllm",
-    mapped={"model": ("model", _text), **{VLLM_NAMES[ours]: (ours, read) for ours, read in _VLLM.items()}},
+    mapped={"model": ("model", _text), **_BY_OPTION},
     unmodelled={
         "pipeline_parallel_size": (1,),
         "decode_context_parallel_size": (1,),
@@ -300,6 +305,8 @@ VLLM = EngineArguments(
         "kv_transfer_config": (None, {}),
         "cpu_offload_gb": (0,),
         "enable_lora": (False, None),
+        "prefill_schedule_interval": (1,),
+        "max_num_active_seqs": (),
         "scheduler_cls": (None, "vllm.v1.core.sched.scheduler.Scheduler"),
     },
     silent=(  # how clients reach the server, and what it prints
@@ -350,8 +357,14 @@ def with_vllm_defaults(
     if memory_gb is not None:  # `get_batch_defaults`: more for 70 GiB or more, the A100 excepted since 0.9
         smaller = "a100" in (device or settings.device or "").lower() and version >= (0, 9)
         large = memory_gb * 1e9 >= 70 * _GIB and not smaller
-        tokens = settings.max_batched_tokens or (8192 if large else 2048)
-        plain |= {"max_batched_tokens": tokens, "max_running": min(1024 if large else 256, tokens)}
+        largest = memory_gb * 1e9 >= 160 * _GIB and version >= (0, 32)
+        twice = 2 if settings.unmapped.get("performance_mode") == "throughput" else 1
+        longest, rows = settings.max_model_len, settings.max_running or twice * (1024 if large else 256)
+        tokens = twice * (16_384 if largest else 8192 if large else 2048)
+        if longest:
+            tokens = min(max(tokens, longest * (settings.chunked_prefill is False)), rows * longest)
+        tokens = settings.max_batched_tokens or tokens
+        plain |= {"max_batched_tokens": tokens, "max_running": min(rows, tokens)}
     return settings.completed(f"default of vLLM {settings.version}", plain)
 
 

@@ -124,10 +124,10 @@ def band_words(twin: Twin) -> str:
         return ""
     known = {name: twin.measured[name] for name in twin.bands if np.isfinite(twin.measured[name])}
     inside = sum(twin.bands[name].holds(value) for name, value in known.items())
-    return (
-        f"Nine of ten measured values should lie within the band of a prediction, here {' and '.join(shown)}: "
-        f"{inside} of the {len(known)} figures measured do."
+    bands = (
+        f"Nine of ten measured values should lie within the band of a prediction, here {' and '.join(shown)}"
     )
+    return f"{bands}: {inside} of the {len(known)} figures measured do."
 
 
 # Fewer requests than this give no median to rely on.

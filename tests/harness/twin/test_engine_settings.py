@@ -4,6 +4,7 @@ import json
 import shutil
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -72,6 +73,22 @@ def test_overrides_have_our_keys(tmp_path: Path) -> None:
         "cache.prefix_caching=false",
         "model.kv_dtype=fp8_e4m3",
     }
+
+
+@pytest.mark.parametrize("key", ["watermark=0.05", "admit_whole_prompt=false", "watermark=0.0"])
+def test_what_a_line_of_advise_asks_of_admission_is_read_back(tmp_path: Path, key: str) -> None:
+    words = ("measure=false", "device=h100", "model=llama3_8b", f"scheduler.{key}")
+    line = serve_line(compose_config([axis.settings[0] for axis in parse_overrides(words)]))
+    found = settings(tmp_path, "serve.sh", line)
+    asked = [word for word in found.overrides() if "watermark" in word or "admit" in word]
+    assert asked == [f"scheduler.{key}"] * (key != "watermark=0.0")
+    assert not found.unmapped
+
+
+@pytest.mark.parametrize("flag", ["--prefill-schedule-interval 4", "--max-num-active-seqs 16"])
+def test_what_changes_the_schedule_and_is_not_simulated_is_told_apart(tmp_path: Path, flag: str) -> None:
+    assert settings(tmp_path, "serve.sh", f"vllm serve m {flag}").unmodelled
+    assert not settings(tmp_path, "serve.sh", "vllm serve m --prefill-schedule-interval 1").unmodelled
 
 
 def test_the_blocks_of_a_line_that_advise_prints_are_read_back(tmp_path: Path) -> None:
@@ -256,6 +273,26 @@ def test_the_batch_of_a_version_depends_on_the_device(
     """`get_batch_defaults` of vLLM: an A100 has the smaller ones since 0.9."""
     found = defaults(version, memory_gb, device)
     assert (found.max_batched_tokens, found.max_running) == (tokens, sequences)
+
+
+@pytest.mark.parametrize(
+    ("given", "memory_gb", "tokens", "running"),
+    [
+        ({}, 191.5, 16_384, 1024),  # from 160 GiB on
+        ({}, 143.8, 8192, 1024),
+        ({"unmapped": {"performance_mode": "throughput"}}, 85.9, 16_384, 2048),
+        ({"unmapped": {"performance_mode": "throughput"}, "max_running": 64}, 24.0, 4096, 64),
+        ({"chunked_prefill": False, "max_model_len": 32_768}, 24.0, 32_768, 256),
+        ({"max_model_len": 512, "max_running": 2}, 24.0, 1024, 2),
+        ({"chunked_prefill": False, "max_model_len": 32_768, "max_batched_tokens": 100}, 24.0, 100, 100),
+    ],
+)
+def test_defaults_follow_what_else_is_set(
+    given: dict[str, Any], memory_gb: float, tokens: int, running: int
+) -> None:
+    """`_set_default_max_num_seqs_and_batched_tokens_args` of vLLM 0.33."""
+    found = with_vllm_defaults(EngineSettings("vllm", "0.33.0", **given), memory_gb=memory_gb, device="b200")
+    assert (found.max_batched_tokens, found.max_running) == (tokens, running)
 
 
 def test_a_default_says_that_it_is_one() -> None:
