@@ -174,8 +174,8 @@ class EngineArguments:
             if name in self.mapped:
                 key, read = self.mapped[name]
                 found = read(value, raw)
-                if found is not None:
-                    values[key] = found
+                if found is not None:  # of two names of one limit the lower one counts
+                    values[key] = min(found, values.get(key, found)) if key == "max_running" else found
                 if key == "policy" and value != found:
                     unmapped[name] = f"{value}; simulated as {found}"
             elif name in self.unmodelled:
@@ -294,7 +294,7 @@ _VLLM: Mapping[str, Read] = {
 _BY_OPTION = {VLLM_NAMES.get(key, key): (key, read) for key, read in _VLLM.items()}
 VLLM = EngineArguments(
     "vllm",
-    mapped={"model": ("model", _text), **_BY_OPTION},
+    mapped={"model": ("model", _text), "max_num_active_seqs": ("max_running", count), **_BY_OPTION},
     unmodelled={
         "pipeline_parallel_size": (1,),
         "decode_context_parallel_size": (1,),
@@ -306,7 +306,6 @@ VLLM = EngineArguments(
         "cpu_offload_gb": (0,),
         "enable_lora": (False, None),
         "prefill_schedule_interval": (1,),
-        "max_num_active_seqs": (),
         "scheduler_cls": (None, "vllm.v1.core.sched.scheduler.Scheduler"),
     },
     silent=(  # how clients reach the server, and what it prints

@@ -85,9 +85,18 @@ def test_what_a_line_of_advise_asks_of_admission_is_read_back(tmp_path: Path, ke
     assert not found.unmapped
 
 
-@pytest.mark.parametrize("flag", ["--prefill-schedule-interval 4", "--max-num-active-seqs 16"])
-def test_what_changes_the_schedule_and_is_not_simulated_is_told_apart(tmp_path: Path, flag: str) -> None:
-    assert settings(tmp_path, "serve.sh", f"vllm serve m {flag}").unmodelled
+@pytest.mark.parametrize("words", ["--max-num-active-seqs 16", "--max-num-seqs 64 --max-num-active-seqs=16"])
+def test_the_requests_that_may_run_are_the_lower_of_two_limits(tmp_path: Path, words: str) -> None:
+    assert settings(tmp_path, "serve.sh", f"vllm serve m {words}").max_running == 16
+    assert (
+        settings(tmp_path, "serve.sh", "vllm serve m --max-num-active-seqs 16 --max-num-seqs 8").max_running
+        == 8
+    )
+
+
+def test_what_changes_the_schedule_and_is_not_simulated_is_told_apart(tmp_path: Path) -> None:
+    found = settings(tmp_path, "serve.sh", "vllm serve m --prefill-schedule-interval 4")
+    assert found.unmodelled == {"prefill_schedule_interval": "4"}
     assert not settings(tmp_path, "serve.sh", "vllm serve m --prefill-schedule-interval 1").unmodelled
 
 
