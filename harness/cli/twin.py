@@ -114,6 +114,7 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     from harness.twin.check import POOL, compared, pages
     from harness.twin.configured import configured
     from harness.twin.prediction import predictor
+    from harness.workload.deployment import model_shape
 
     tolerance = 0.1 if flags.tolerance is None else flags.tolerance
     if not 0 <= tolerance < 1:
@@ -122,7 +123,9 @@ def _check(flags: argparse.Namespace, log: "EngineLog", words: tuple[str, ...], 
     if not (flags.no_fit or flags.device):
         log, words = _kept_fit(log, words, out)
     asked = configured(log, words)
-    rows = compared(predictor(asked.config, log.workload)(asked.config.device), found, log.notes)
+    shape, run = model_shape(asked.config.model), predictor(asked.config, log.workload)(asked.config.device)
+    plain = not (shape.windowed_layers or shape.state_layers)
+    rows = compared(run, found, log.notes, plain=plain)
     for line in (log.client, *asked.warnings):
         say(line)
     fitted_from = asked.config.device.fitted_from

@@ -187,6 +187,4 @@ def build_engine(config: RunConfig, *, keep_events: bool = False) -> "Engine":
 
 def _pool_tokens(config: RunConfig, pool: PoolShape) -> int | None:
     """The tokens whose K and V in all layers take the memory of the pool; None: what the engine finds."""
-    if pool.groups is not None and config.cache.pool_blocks:
-        return pool.tokens * pool.slot_bytes // pool.kv_bytes_per_token
-    return pool.tokens if config.cache.pool_blocks else config.cache.pool_tokens
+    return pool.whole_tokens if config.cache.pool_blocks else config.cache.pool_tokens

@@ -119,12 +119,16 @@ def _labelled(found: Sequence[Samples], label: str) -> set[str]:
     return {labels.get(label, "") for name in RUNNING for page in found for labels, _ in page.get(name, ())}
 
 
-def compared(run: PredictedRun, found: Pages, notes: Sequence[str] = ()) -> list[Compared]:
-    """Every figure that both sides can have, by what the notes on the log say of it."""
-    return [*_counters(run, found, any(UNSAID in note for note in notes)), *_gauges(run, found)]
+def compared(
+    run: PredictedRun, found: Pages, notes: Sequence[str] = (), *, plain: bool = True
+) -> list[Compared]:
+    """Every figure that both sides can have, by what the notes on the log say of it. Blocks of `plain` models alone
+    hold all layers.
+    """
+    return [*_counters(run, found, any(UNSAID in note for note in notes), plain), *_gauges(run, found)]
 
 
-def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Compared]:
+def _counters(run: PredictedRun, found: Pages, is_unsaid: bool, plain: bool) -> Iterator[Compared]:
     requests = run.log.requests
     prompts, hits, preempted = (
         float(np.sum(requests[name])) for name in ("prompt_tokens", "hit_tokens", "preemptions")
@@ -144,7 +148,8 @@ def _counters(run: PredictedRun, found: Pages, is_unsaid: bool) -> Iterator[Comp
     yield Compared("preemptions of 100 requests", (each, each), real, why, _LEAST_COUNT)
     if pool := pool_of(found.samples[-1]):
         tokens, ours = (pool["num_gpu_blocks"] - 1) * pool["block_size"], float(run.log.capacity_slots)
-        yield Compared(POOL, (ours, ours), float(tokens), "", _LEAST_COUNT)
+        why = "a block of the page holds a part of the layers"
+        yield Compared(POOL, (ours, ours), float(tokens) if plain else None, why, _LEAST_COUNT)
 
 
 def _share(part: float | None, whole: float | None, none: str) -> tuple[float | None, str]:

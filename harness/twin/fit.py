@@ -401,7 +401,7 @@ def log_of_cached_prompts(log: EngineLog, found: Configured) -> EngineLog | None
     """The log as if its prompts had been cached before; None where that is known, or cannot be."""
     if not found.config.cache.prefix_caching or log.requests.cached_tokens is not None:
         return None
-    workload = cached_before(log.workload, deployment_of(found.config).pool.tokens)
+    workload = cached_before(log.workload, deployment_of(found.config).pool.whole_tokens)
     return None if workload is None else replace(log, workload=workload)
 
 

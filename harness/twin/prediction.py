@@ -107,7 +107,7 @@ def others(config: RunConfig, workload: Trace, found: PredictedRun) -> Iterator[
     """
     new = point_of(config, workload)
     described = config.device.fitted_from is None and config.cache.prefix_caching
-    cached = cached_before(workload, new.deployment.pool.tokens) if described else None
+    cached = cached_before(workload, new.deployment.pool.whole_tokens) if described else None
     again = repeat(None) if cached is None else possible(point_of(config, cached))
     drawn = possible(new, beyond(new, found.log.steps))
     for number, (one, other) in enumerate(zip(drawn, again, strict=False)):

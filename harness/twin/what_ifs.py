@@ -128,7 +128,7 @@ def signed(factor: float) -> str:
 
 def questions(config: RunConfig, base: PredictedRun) -> list[str]:
     """What is asked of every deployment; pools are shares of the one that it has, and of what `base` uses of it."""
-    cache, scheduler, tokens = config.cache, config.scheduler, deployment_of(config).pool.tokens
+    cache, scheduler, tokens = config.cache, config.scheduler, deployment_of(config).pool.whole_tokens
     shares = (*_OF_POOL, *(_kv_peak(base) * share for share in _OF_PEAK))
     pools = (max(1, round(share * tokens / cache.block_size)) * cache.block_size for share in shares)
     asked = {
@@ -167,7 +167,7 @@ def what_ifs(
             refused.append(WhatIf((setting,), before.figures, note=f"refused: {reason}"))
             continue
         note = next((why for key, why in NOT_PRICED.items() if key in values), "")
-        if deployment_of(changed).pool.tokens > deployment_of(config).pool.tokens:
+        if deployment_of(changed).pool.whole_tokens > deployment_of(config).pool.whole_tokens:
             note = "a pool larger than the deployment's needs more memory than it gave to KV"
         new = unseen(point_of(changed, workload), run.log.steps)
         row = replace(_row(log_, run, (setting,), before.figures, note), unseen=new)
@@ -295,7 +295,7 @@ def _asked(config: RunConfig, workload: Trace, text: str) -> tuple[str, dict[str
             "the requests are those of the log, so this would change nothing; ask a setting of "
             f"{', '.join(_SECTIONS)}, {_IN_FLIGHT}, or the load, as load=1.5"
         )
-    tokens = deployment_of(config).pool.tokens
+    tokens = deployment_of(config).pool.whole_tokens
     if section == "device" and last in OF_MEMORY.split():
         raise UserError(
             "the pool is that of the deployment, so this would change nothing; ask another pool, as "

@@ -112,6 +112,11 @@ class PoolShape:
         return pages_of(self.groups, self.page_counts).slots()[0]
 
     @property
+    def whole_tokens(self) -> int:
+        """Tokens whose K and V in all layers take the memory of the pool: its `cache.pool_tokens`."""
+        return self.tokens * self.slot_bytes // self.kv_bytes_per_token
+
+    @property
     def slot_bytes(self) -> int:
         """Bytes of a slot; with groups, the largest size of which pages, tokens and states are multiples."""
         return self.kv_bytes_per_token if self.groups is None else self.groups.slot_bytes

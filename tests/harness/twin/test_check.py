@@ -7,7 +7,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.errors import UserError
-from harness.twin.check import compared, pages
+from harness.twin.check import POOL, compared, pages
 from harness.twin.configured import configured
 from harness.twin.prediction import PredictedRun, predictor
 from harness.twin.reading import read_engine_log
@@ -65,6 +65,11 @@ def test_a_pool_that_is_no_number_is_not_compared(run, tmp_path, blocks):
     path = page_of(run, tmp_path)
     path.write_text(path.read_text().replace('num_gpu_blocks="', f'num_gpu_blocks="{blocks}", was="'))
     assert len(compared(run, pages(str(path)))) == 6
+
+
+def test_blocks_that_hold_a_part_of_the_layers_are_not_compared(run, tmp_path):
+    rows = compared(run, pages(str(page_of(run, tmp_path))), plain=False)
+    assert [row.name for row in rows if "a part of the layers" in row.why and row.real is None] == [POOL]
 
 
 @pytest.mark.parametrize("address", ["http://[::1", "http://a b/", "http://127.0.0.1:1/"])

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from harness.config.errors import UserError
+from harness.config.values import replaced
 from harness.twin.configured import configured, preset_of, preset_of_device
 from harness.twin.log import EngineLog
 from harness.twin.reading import read_engine_log
+from harness.twin.what_ifs import _asked
 from harness.workload.deployment import deployment_of
 from harness.workload.point import resolve
 from traces.trace import Client, ClientKind
@@ -53,6 +55,14 @@ def test_pages_of_a_group_of_layers_are_a_part_of_the_pool(recorded: EngineLog) 
     assert any("windowed layers keep every block" in warning for warning in found.warnings)
     one = with_settings(said, unmapped={"disable_hybrid_kv_cache_manager": "True"})
     assert configured(one, ("device=h100",)).config.cache.pool_tokens == 2588 * 16
+
+
+def test_a_what_if_keeps_the_memory_of_pages_in_groups(recorded: EngineLog) -> None:
+    words = ("device=h100", "cache.groups=uniform", "scheduler.async_scheduling=false")
+    config = configured(with_settings(recorded, pool_blocks=2588, model="openai/gpt-oss-20b"), words).config
+    assert deployment_of(config).pool.page_counts == (2588,)
+    _, values, _ = _asked(config, recorded.workload, "scheduler.max_running=64")
+    assert deployment_of(replaced(config, values)).pool.page_counts == (2588,)
 
 
 @pytest.mark.parametrize(("version", "pool"), [("0.19.0", 41408), ("0.33.0", None)])
