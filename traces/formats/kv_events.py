@@ -273,18 +273,24 @@ class KvEventSource(RowSource):
 
     def _counts(self, event: BlockStored) -> bool:
         """Whether the event is about blocks on the device, of the first group of layers. Raises TraceError."""
+        if event.medium not in (None, DEVICE) or event.group_idx not in (None, 0):
+            return False  # whose blocks may have another size
         if self.source_block_tokens not in (None, event.block_size):
             sizes = f"{self.source_block_tokens} and of {event.block_size}"
             raise TraceError(str(self.path), None, "block_size", f"blocks of {sizes} tokens in one file")
         self.source_block_tokens = event.block_size
-        return event.medium in (None, DEVICE) and event.group_idx in (None, 0)
+        return True
 
     def _chain(
         self, last: EventHash | None, parents: Mapping[EventHash, EventHash | None]
     ) -> list[EventHash]:
-        """The blocks up to `last`, from the first one that the file shows."""
+        """The blocks up to `last`, from the first one that the file shows. Raises TraceError."""
         chain: list[EventHash] = []
         while last is not None:
+            if len(chain) > len(parents):
+                raise TraceError(
+                    str(self.path), None, "parent_block_hash", "a block stands in front of itself"
+                )
             if last not in parents:
                 note(self.noted, "prompts whose first blocks entered the cache before the file begins")
                 break

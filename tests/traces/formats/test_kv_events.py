@@ -155,3 +155,19 @@ def test_blocks_of_two_sizes_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "e", stored(0.0, [b"a"]), EventBatch(1.0, [BlockStored([b"c"], None, [], 32)]))
     with pytest.raises(TraceError, match="blocks of 16 and of 32 tokens in one file"):
         read_trace(path)
+
+
+def test_blocks_of_another_size_in_other_groups_are_left_out(tmp_path: Path) -> None:
+    """Of a model whose windows or states lie in pages of their own."""
+    other = EventBatch(
+        1.0, [BlockStored([b"w"], None, [], 64, group_idx=1), BlockStored([b"c"], None, [], 32, medium="CPU")]
+    )
+    trace = read_trace(write(tmp_path / "one.events", other, stored(1.0, [b"a" * 8, b"b" * 8])))
+    assert [request.prompt_tokens for request in trace.requests] == [33]
+
+
+def test_a_block_in_front_of_itself_is_refused(tmp_path: Path) -> None:
+    """The chain of its prompt would have no begin."""
+    path = write(tmp_path / "one.events", stored(1.0, [b"a"], b"b"), stored(9.0, [b"b"], b"a"))
+    with pytest.raises(TraceError, match="a block stands in front of itself"):
+        read_trace(path)
