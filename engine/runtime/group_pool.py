@@ -591,9 +591,7 @@ def _in_pools(
     offset = 0
     for count, owned in zip(page_counts, pools, strict=True):
         token_groups = [group for group in owned if layout.groups[group].kind is not GroupKind.state]
-        counted = [
-            (layout.groups[group], shape) for group in token_groups or owned for shape in shapes[group]
-        ]
+        counted = [(layout.groups[one], shape) for one in token_groups or owned for shape in shapes[one]]
         sizes = {_numbers(group, shape) for group, shape in counted}
         if len(sizes) != 1:
             raise ModelError(

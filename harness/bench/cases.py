@@ -216,9 +216,7 @@ def chosen_cases(flags: argparse.Namespace) -> list[KernelCase]:
 
 def _axes(given: Mapping[str, str]) -> dict[str, list[Any]]:
     """The values of each axis from texts by option."""
-    return {
-        field: _values(given[option], option, kind) for option, field, kind, _ in _AXES if option in given
-    }
+    return {field: _values(given[name], name, kind) for name, field, kind, _ in _AXES if name in given}
 
 
 def _values(text: str, option: str, kind: str) -> list[Any]:

@@ -48,9 +48,7 @@ def run_cases(cases: Sequence[KernelCase], flags: argparse.Namespace) -> int:
         say(line)
     _say_problems(problems)
     say(f"written: {write_run(table, limits, problems, absent, made_on, out)}")
-    return int(
-        any(one.provider == OURS and one.kind is not results.ProblemKind.unsupported for one in problems)
-    )
+    return int(any(it.provider == OURS and it.kind is not results.ProblemKind.unsupported for it in problems))
 
 
 def legend(device: str, providers: Sequence[str]) -> list[str]:

@@ -44,9 +44,7 @@ def keep_run(folder: Path, number: int, kept: KeptRun) -> None:
     """
     log, recording = kept.run.log, kept.run.recording
     tables = {name: getattr(log, name) for name in _TABLES}
-    arrays = {
-        f"{name}/{key}": column for name, table in tables.items() for key, column in (table or {}).items()
-    }
+    arrays = {f"{name}/{key}": one for name, table in tables.items() for key, one in (table or {}).items()}
     arrays |= {name: getattr(log, name) for name in _GAPS}
     arrays |= {"features": recording.features, "step_ns": np.array(recording.step_ns, np.int64)}
     if log.kv_events is not None:

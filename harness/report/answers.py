@@ -326,9 +326,7 @@ def _safest(groups: Sequence[Sequence[PointRecord]], key: str, metric: str) -> S
         _, best, lowest = min(known, key=lambda one: one[2])
         for place, record, found in known:
             losses[place].append(found / lowest - 1 if differs(record, best, metric) else 0.0)
-    ranked = sorted(
-        wanted, key=lambda place: (max(losses[place], default=0.0), median(losses[place] or [0.0]))
-    )
+    ranked = sorted(wanted, key=lambda one: (max(losses[one], default=0.0), median(losses[one] or [0.0])))
     first, last = ranked[0], ranked[-1]
     if not losses[first]:
         return None

@@ -208,9 +208,7 @@ def _write_wide(folder: Path, heads: Any, rows: SummaryRows) -> None:
     place, writer = 0, None
     with growing(folder, WIDE) as file:
         for table in rows.tables():
-            figures = {
-                name: table[name] for name in table.column_names if _is_figure(table.schema.field(name))
-            }
+            figures = {one: table[one] for one in table.column_names if _is_figure(table.schema.field(one))}
             own = heads.slice(place, table.num_rows)
             place += table.num_rows
             names = (each.removeprefix("comparison.").removesuffix(".simulated") for each in figures)

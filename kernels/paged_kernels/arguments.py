@@ -6,6 +6,7 @@ This is not possible while a CUDA graph is captured, and a caller that trusts it
 """
 
 import threading
+from numbers import Integral
 from typing import NamedTuple
 
 import numpy as np
@@ -199,10 +200,11 @@ DEFAULT_WORKSPACE = _WorkspaceOfThread()
 
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     """Check that both caches are `[blocks, block_size, kv_heads, dim]`, agree in all but `dim`, and have dense rows."""
-    if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3]:
+    dims = (*key_cache.shape[1:], *value_cache.shape[3:])
+    if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3] or 0 in dims:
         raise ShapeError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must both be "
-            "[blocks, block_size, kv_heads, dim] and agree in the first three"
+            "[blocks, block_size, kv_heads, dim], none of the last three 0, and agree in the first three"
         )
     check_same("key_cache", key_cache, "value_cache", value_cache)
     if key_cache.dtype not in (*FLOAT_DTYPES, *FP8_DTYPES):
@@ -211,6 +213,13 @@ def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
         )
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_last_stride(name, cache)
+
+
+def check_blocks(name: str, cache: torch.Tensor) -> None:
+    """Check that a cache is `[blocks, block_size, kv_heads, dim]`, or a stack of layers of these."""
+    if cache.dim() not in (4, 5):
+        wanted = "[blocks, block_size, kv_heads, dim], or have an axis of layers in front"
+        raise ShapeError(f"{name} {tuple(cache.shape)} must be {wanted}")
 
 
 def check_queries(q: torch.Tensor, key_cache: torch.Tensor) -> None:
@@ -242,11 +251,16 @@ def check_tables(
         )
     named = {"block_table": block_table, "seq_lens": seq_lens, "cu_seqlens_q": cu_seqlens_q}
     for name, tensor in named.items():
-        if tensor.dtype not in INTEGER_DTYPES:
-            raise DtypeError(f"{name} is {tensor.dtype}; it must be one of {_names(INTEGER_DTYPES)}")
+        check_whole(name, tensor)
         if tensor.device != device:
             raise DeviceError(f"{name} is on {tensor.device} and q on {device}; they must agree")
         check_last_stride(name, tensor)
+
+
+def check_whole(name: str, tensor: torch.Tensor) -> None:
+    """Check that a tensor has integers: others would be cut."""
+    if tensor.dtype not in INTEGER_DTYPES:
+        raise DtypeError(f"{name} is {tensor.dtype}; it must be one of {_names(INTEGER_DTYPES)}")
 
 
 def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -267,10 +281,10 @@ def check_outputs(q: torch.Tensor, dv: int, out: torch.Tensor, lse: torch.Tensor
 
 def check_scoring(scoring: Scoring, q: torch.Tensor, cache: torch.Tensor) -> None:
     """Check that options are in range, and that there is one sink and one slope per head."""
-    if scoring.window < 0 or scoring.softcap < 0:
-        raise OptionError(
-            f"window {scoring.window} and softcap {scoring.softcap} must not be negative; 0 means none"
-        )
+    whole = isinstance(scoring.window, Integral)
+    if not whole or not (scoring.window >= 0 and scoring.softcap >= 0):  # NaN is neither
+        given = f"window {scoring.window} (a whole number) and softcap {scoring.softcap}"
+        raise OptionError(f"{given} must not be negative; 0 means none")
     check_scales(scoring.k_scale, scoring.v_scale, cache)
     for name, values in (("sinks", scoring.sinks), ("alibi", scoring.alibi)):
         if values is not None and (values.shape != q.shape[1:2] or values.device != q.device):

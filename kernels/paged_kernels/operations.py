@@ -191,7 +191,7 @@ def paged_attention_decode(
     which waits for the device (never during graph capture): without it, a wrong one on a GPU gives wrong numbers or
     reads other memory. On a CPU they are always checked. Raises a `KernelError` before anything is launched.
     """
-    if num_splits is not None and not 1 <= num_splits <= 256:
+    if num_splits is not None and num_splits not in range(1, 257):
         raise arguments.OptionError(f"num_splits {num_splits}; allowed are 1 to 256, or None")
     bounds = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, bounds, 1)
@@ -383,6 +383,7 @@ def _check_groups(
     for name, tensor in (("shared_block_table", tables), ("prefix_lens", lens), ("group_ids", group_ids)):
         if tensor.device != batch.q.device:
             raise arguments.DeviceError(f"{name} is on {tensor.device} and q on {batch.q.device}")
+        arguments.check_whole(name, tensor)
     if not _checks_values(lens, validate=validate) or not arguments.can_read_values(lens):
         return
     bounds = torch.zeros(groups + 1, dtype=torch.int32, device=lens.device)
@@ -472,6 +473,8 @@ def copy_blocks(
     A cache may be a stack of layers `[layers, blocks, block_size, kv_heads, dim]`: all layers are copied in one launch.
     A mapping on the host is checked, and needs no staging buffer if no destination is a source.
     """
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        arguments.check_blocks(name, cache)
     arguments.check_same("key_cache", key_cache, "value_cache", value_cache)
     blocks = min(key_cache.shape[-4], value_cache.shape[-4])
     pairs = _pairs(block_mapping, blocks, blocks)
@@ -498,6 +501,8 @@ def swap_blocks(source: torch.Tensor, destination: torch.Tensor, block_mapping: 
     Both have the same shape except for the number of blocks; stacks of layers are allowed. The mapping is on the host.
     With pinned host memory the copies are asynchronous: wait for the stream before the host reads what was swapped out.
     """
+    for name, cache in (("source", source), ("destination", destination)):
+        arguments.check_blocks(name, cache)
     if source.shape[:-4] != destination.shape[:-4] or source.shape[-3:] != destination.shape[-3:]:
         raise arguments.ShapeError(
             f"source {tuple(source.shape)} and destination {tuple(destination.shape)} must agree in all but the "
@@ -520,11 +525,15 @@ def _pairs(mapping: Pairs, sources: int, destinations: int) -> torch.Tensor:
     """The mapping as `[n, 2]`. Its values are checked if it is on the host, where reading them costs no wait."""
     pairs = mapping
     if not isinstance(pairs, torch.Tensor):
-        pairs = torch.tensor(pairs, dtype=torch.int64).view(-1, 2)
+        try:
+            pairs = torch.tensor(pairs if len(pairs) else np.empty((0, 2), dtype=np.int64))
+        except (TypeError, ValueError) as error:
+            raise arguments.ShapeError(f"block_mapping {mapping!r}: no list of pairs ({error})") from error
     if pairs.dim() != 2 or pairs.shape[1] != 2:
         raise arguments.ShapeError(
             f"block_mapping {tuple(pairs.shape)} must be [n, 2]: pairs of source and destination"
         )
+    arguments.check_whole("block_mapping", pairs)
     if pairs.device.type == "cpu" and len(pairs):
         low, high = pairs.min(0).values.tolist(), pairs.max(0).values.tolist()
         if min(low) < 0 or high[0] >= sources or high[1] >= destinations:

@@ -429,10 +429,10 @@ class FlashInfer(Everywhere):
     def prepare(self, case: Case) -> Run:
         """Call the wrapper's `plan()` for the case's lengths."""
         scoring = case.scoring
-        if scoring.sinks is not None or scoring.alibi is not None or 0 in case.lengths:
-            raise UnsupportedCaseError(
-                f"{case.name}: FlashInfer is called without sinks, ALiBi and empty sequences"
-            )
+        other = case.value_cache.shape[3] != case.q.shape[2]
+        if scoring.sinks is not None or scoring.alibi is not None or 0 in case.lengths or other:
+            lacks = "without sinks, ALiBi, empty sequences and values of another width"
+            raise UnsupportedCaseError(f"{case.name}: FlashInfer is called {lacks}")
         flashinfer = importlib.import_module("flashinfer")
 
         strided = case.key_cache.stride(2) > case.key_cache.stride(1)
@@ -515,6 +515,8 @@ def _refuse(case: Case) -> None:
         reason = "supports float16 and bfloat16, with one dtype for queries and cache"
     elif case.scoring.sinks is not None or 0 in case.lengths or not case.key_cache[0].is_contiguous():
         reason = "supports no sinks, empty sequences or HND caches"
+    elif case.value_cache.shape[3] != case.q.shape[2]:
+        reason = "has keys and values of one width"
     if reason:
         raise UnsupportedCaseError(f"{case.name}: flash-attn {reason}")
 

@@ -69,6 +69,26 @@ def test_a_wrong_output_is_not_accepted():
         verify(torch.full_like(exact, float("nan")), exact, "theirs", case)
 
 
+def test_one_wrong_row_of_many_is_not_accepted():
+    """It is half a percent of all rows together, less than bfloat16's rounding."""
+    case = build_case(CaseSpec((4096,), (4096,), heads=1, kv_heads=1, dk=16, dtype=torch.bfloat16))
+    exact = exact_output(case)
+    found = exact.clone()
+    assert verify(found.bfloat16(), exact, "theirs", case) < 0.005
+    found[-1] = 0
+    with pytest.raises(DisagreementError, match="1 rows are wrong, from row 4095 on"):
+        verify(found, exact, "theirs", case)
+
+
+@pytest.mark.parametrize("queries", [(), (3, 3)])
+def test_peers_say_that_they_take_values_as_wide_as_keys(queries):
+    """FlashInfer would take the width of keys for that of values, and flash-attn raises an error of its own."""
+    spec = CaseSpec((300, 300), queries, heads=2, kv_heads=1, dk=32, dv=16, block_size=256)
+    for name in ("flashinfer", "flash-attn"):
+        with pytest.raises(UnsupportedCaseError, match="width"):
+            find_providers()[name].prepare(build_case(spec))
+
+
 def test_a_users_function_runs_as_it_is_or_with_its_own_preparation(monkeypatch):
     module = types.ModuleType("their_kernels")
     module.attend = exact_output

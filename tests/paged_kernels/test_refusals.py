@@ -1,5 +1,6 @@
 """Bad input is refused before anything runs, by kind, with the values that are wrong."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -72,6 +73,19 @@ REFUSED = {
     "a length beyond its table": (changed("seq_lens", lambda n: n * 100), TableError, "1200 tokens does not fit"),
     "a negative window": ({"window": -1}, OptionError, "window -1"),
     "a negative softcap": ({"softcap": -2.0}, OptionError, "softcap -2.0"),
+    "half a window": ({"window": 2.5}, OptionError, r"window 2.5 \(a whole number\)"),
+    "a softcap that is no number": ({"softcap": float("nan"), "backend": "native"}, OptionError, "softcap nan"),
+    "half a split": ({"num_splits": 2.5}, OptionError, "num_splits 2.5"),
+    "blocks of no slots": (
+        changed("key_cache", lambda k: k[:, :0]) | changed("value_cache", lambda v: v[:, :0]),
+        ShapeError,
+        "none of the last three 0",
+    ),
+    "no heads of keys": (
+        changed("key_cache", lambda k: k[:, :, :0]) | changed("value_cache", lambda v: v[:, :, :0]),
+        ShapeError,
+        "none of the last three 0",
+    ),
     "a scale of zero": ({"k_scale": 0.0}, OptionError, "k_scale 0.0"),
     "a scale of what is stored without one": ({"v_scale": 2.0}, OptionError, "not fp8: it is torch.float32"),
     "lengths in two dimensions": (changed("seq_lens", lambda n: n[:, None]), ShapeError, r"seq_lens \(2, 1\) must"),
@@ -185,16 +199,43 @@ def test_rows_of_another_form_or_dtype_are_not_written():
         ([[0, 99]], "writes 99 to 99 of"),
         ([[-1, 1]], "reads blocks -1"),
         ([[1, 3], [2, 3]], "writes a destination twice"),
-        ([[1, 2, 3]], "must be .n, 2."),
+        ([[1, 2, 3], [1, 3, 2]], "must be .n, 2."),
+        ([[1.5, 2]], "block_mapping is torch.float32"),
+        ([1, 2], "must be .n, 2."),
     ],
 )
-def test_a_mapping_that_points_nowhere_is_refused(pairs, message):
+@pytest.mark.parametrize("form", [torch.tensor, list])
+def test_a_mapping_that_points_nowhere_is_refused(pairs, message, form):
     case = build_case(SPEC)
-    mapping = torch.tensor(pairs)
+    mapping = form(pairs)
     with pytest.raises(KernelError, match=message):
         copy_blocks(case.key_cache, case.value_cache, mapping)
     with pytest.raises(KernelError, match=message):
         swap_blocks(case.key_cache, torch.empty_like(case.key_cache), mapping)
+
+
+@pytest.mark.parametrize("pairs", [[(1, 2), (3,)], [("a", "b")]])
+def test_a_mapping_that_is_no_list_of_pairs_is_refused(pairs):
+    case = build_case(SPEC)
+    with pytest.raises(ShapeError, match="no list of pairs"):
+        copy_blocks(case.key_cache, case.value_cache, pairs)
+
+
+def test_a_mapping_may_be_an_array_or_empty():
+    case = build_case(SPEC)
+    before = case.key_cache.clone()
+    copy_blocks(case.key_cache, case.value_cache, [])
+    assert torch.equal(case.key_cache.isnan(), before.isnan())
+    copy_blocks(case.key_cache, case.value_cache, np.array([[1, 2]]))
+    assert torch.equal(case.key_cache[2].nan_to_num(), before[1].nan_to_num())
+
+
+def test_blocks_of_other_forms_are_neither_copied_nor_swapped():
+    cache = build_case(SPEC).key_cache[0]
+    with pytest.raises(ShapeError, match="or have an axis of layers in front"):
+        copy_blocks(cache, cache, [(1, 2)])
+    with pytest.raises(ShapeError, match="or have an axis of layers in front"):
+        swap_blocks(cache, cache, [(1, 2)])
 
 
 def test_a_mapping_points_into_both_caches():
@@ -229,6 +270,8 @@ def test_a_group_that_is_not_there_is_refused():
         cascade_attention_decode(*inputs, torch.tensor([0, 1]), scale=1.0)
     with pytest.raises(ShapeError, match="group_ids"):
         cascade_attention_decode(*inputs, torch.tensor([0]), scale=1.0)
+    with pytest.raises(DtypeError, match=r"group_ids is torch\.float32"):
+        cascade_attention_decode(*inputs, torch.tensor([0.5, 0.0]), scale=1.0)
 
 
 def test_auto_says_why_it_fell_back():

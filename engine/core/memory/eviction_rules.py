@@ -350,9 +350,7 @@ class Line:
         for block in here:
             self._place.pop(block, None)
         self._passed -= here
-        *runs, self._behind = (
-            [each for each in run if each not in here] for run in (*self._runs, self._behind)
-        )
+        *runs, self._behind = ([one for one in run if one not in here] for run in (*self._runs, self._behind))
         self._runs = deque(filter(None, runs))
 
     def blocks(self) -> list[int]:

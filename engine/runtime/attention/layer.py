@@ -257,9 +257,7 @@ def absorbed(module: Any, latent: torch.Tensor, rotary: torch.Tensor) -> Absorbe
     `latent` and `rotary` are vectors of the layer as in `expand`, on which the products are checked.
     """
     if module not in _ABSORBED:
-        units, turns = (
-            torch.eye(one.shape[3], dtype=one.dtype, device=one.device) for one in (latent, rotary)
-        )
+        units, turns = (torch.eye(it.shape[3], dtype=it.dtype, device=it.device) for it in (latent, rotary))
         none = (units.new_zeros(len(turns), len(units)), turns.new_zeros(len(units), len(turns)))
         keys, values = expand(module, units[None, None], none[1][None, None])
         turned, left = expand(module, none[0][None, None], turns[None, None])
