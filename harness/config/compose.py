@@ -369,6 +369,12 @@ def compose_with_hydra(overrides: Sequence[str]) -> DictConfig:
 
 @lru_cache(maxsize=256)
 def _composed(choices: tuple[str, ...]) -> DictConfig:
+    if len(choices) > 1:  # an option sets its own section alone, so that each is composed once
+        tree = copy.deepcopy(_composed(choices[:1]))
+        for choice in choices[1:]:
+            group = choice.partition("=")[0]
+            tree[group] = _composed((choice,))[group]
+        return tree
     try:
         return compose_with_hydra(choices)
     except (HydraException, OmegaConfBaseException) as error:

@@ -111,12 +111,14 @@ def test_a_value_of_the_wrong_type_names_the_key_the_value_and_what_is_allowed(
 
 
 OPTIONS = [(group, option) for group, options in groups().items() for option in options]
-FIRST = [(group, options[0]) for group, options in groups().items()]
+BY_DAY = [("device", "h100"), ("model", "llama3_8b"), ("replay", "closed")]
 
 
-@cases(("group", "option"), OPTIONS, day=FIRST)
-def test_every_option_composes(group: str, option: str) -> None:
+@cases(("group", "option"), OPTIONS, day=BY_DAY)
+def test_every_option_composes_and_sets_its_own_section_alone(group: str, option: str) -> None:
+    one, other = (OmegaConf.to_container(compose_with_hydra(texts)) for texts in ([f"{group}={option}"], []))
     assert composed(f"{group}={option}") is not None
+    assert {**one, group: None} == {**other, group: None}
 
 
 def test_every_config_file_starts_by_saying_what_it_is_for() -> None:
