@@ -117,14 +117,11 @@ def _width(config: RunConfig) -> Iterator[ConfigError]:
         reason = f"found {decoding.n}, but greedy decoding has one sequence; use decoding.mode=sample"
         yield ConfigError("decoding.n", reason)
     if 0 < decoding.temperature < _LEAST_TEMPERATURE:
-        yield ConfigError(
-            "decoding.temperature",
-            f"found {decoding.temperature}, must be {_LEAST_TEMPERATURE:g} or greater; decoding=greedy takes the most "
-            "likely token",
-        )
+        reason = f"found {decoding.temperature}, must be {_LEAST_TEMPERATURE:g} or greater"
+        yield ConfigError("decoding.temperature", f"{reason}; decoding=greedy takes the most likely token")
 
 
-NO_INDIRECTION = "found tail_at_fork with beams, but the engine has no indirection: set measure=false"
+NO_INDIRECTION = "found tail_at_fork with beams, but the engine has no indirection table: set measure=false"
 
 
 def _sharing(config: RunConfig) -> Iterator[ConfigError]:

@@ -175,8 +175,7 @@ def _slow(rows: Sequence[OperatorRow], device: DeviceShape) -> set[int]:
         sizes = np.array([row.sizes for row in some])
         seconds = np.array([row.seconds for row in some])
         for row, size in zip(some, sizes, strict=True):
-            larger = np.all(sizes >= size, axis=1)
-            faster = larger & (seconds * _OUT_OF_LINE < row.seconds)
+            faster = np.all(sizes >= size, axis=1) & (seconds * _OUT_OF_LINE < row.seconds)
             if np.count_nonzero(faster) >= _LARGER_ROWS:
                 found.add(row.line)
     return found

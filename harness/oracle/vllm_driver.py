@@ -519,8 +519,7 @@ def main() -> int:
         import vllm
 
         if "settings" in asked:
-            driver = Driver(asked["settings"], folder)
-            return {"vllm": vllm.__version__, **driver.asked}
+            return {"vllm": vllm.__version__, **Driver(asked["settings"], folder).asked}
         assert driver is not None, "settings come first"
         for request in asked["submit"]:
             driver.submit(request)

@@ -344,9 +344,7 @@ class FlexAttention(Everywhere):
 
     def available(self, device: torch.device) -> str | None:
         """It is part of torch since 2.5; on the CPU it compiles with the machine's C++ compiler."""
-        if device.type == "cuda" or not self.compiled:
-            return None
-        return why_no_cpp_compiler()
+        return None if device.type == "cuda" or not self.compiled else why_no_cpp_compiler()
 
     def prepare(self, case: Case) -> Run:
         """Turn tables into a block mask over a copy of the cache without NaN, and compile."""
