@@ -5,9 +5,11 @@ By day the examples are few and the same in every run, and no test fails because
 """
 
 import gc
+import os
 import random
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
@@ -19,6 +21,8 @@ LONGEST = (
     *("test_compiled.py", "test_triton.py", "test_lesson_pages.py", "test_light_start.py", "test_page.py"),
     *("test_kill_and_resume.py", "test_twin.py", "test_calibrate_command.py"),
 )  # files of five seconds and more run first, so that no worker begins one when the others have ended
+THIRD = os.environ.get("PAGETWIN_THIRD")  # 0, 1 or 2; see tests/nightly/night_parts.py
+MANY = 6  # cases of a test that run by thirds
 START_MS = 120_000  # for a browser to start: a safety net on a busy machine
 
 
@@ -33,11 +37,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left = [item for item in items if item.get_closest_marker("nightly")]
         config.hook.pytest_deselected(items=left)
         items[:] = [item for item in items if not item.get_closest_marker("nightly")]
+    if THIRD is not None:
+        left = others_turn(items, int(THIRD))
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
     items.sort(key=lambda item: item.path.name not in LONGEST)
     if (seed := config.getoption("--shuffle")) is not None:
         draw = random.Random(seed)
         place = {file: draw.random() for file in sorted({item.path for item in items})}
         items.sort(key=lambda item: (place[item.path], draw.random()))
+
+
+def others_turn(items: list[pytest.Item], third: int) -> list[pytest.Item]:
+    """Of each test with many cases the two thirds that `make nightly` runs on the next two dates."""
+    tests = [item.nodeid.partition("[")[0] for item in items]
+    cases, seen = Counter(tests), Counter[str]()
+    left = []
+    for item, test in zip(items, tests, strict=True):
+        seen[test] += 1
+        if cases[test] > MANY and seen[test] % 3 != third:
+            left.append(item)
+    return left
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -107,6 +107,7 @@ def test_our_engine_is_compared_in_a_process_of_its_own(peer, tmp_path):
     assert "attention" in decode["kernels"]["pagetwin"]
 
 
+@pytest.mark.nightly
 def test_a_group_has_rounds_of_every_engine_and_is_not_run_again(peer, without_ours, tmp_path, capsys):
     python, log = peer
     out = tmp_path / "matrix.json"
@@ -129,6 +130,7 @@ def test_a_group_has_rounds_of_every_engine_and_is_not_run_again(peer, without_o
     assert len(log.read_text().splitlines()) == len(asked)
 
 
+@pytest.mark.nightly
 def test_an_engine_that_does_not_start_is_named_and_tried_again(peer, without_ours, tmp_path, capsys):
     python, _ = peer
     out = tmp_path / "matrix.json"
@@ -141,6 +143,7 @@ def test_an_engine_that_does_not_start_is_named_and_tried_again(peer, without_ou
     assert "error" not in json.loads(out.read_text())["groups"]["small float32 1t"]
 
 
+@pytest.mark.nightly
 def test_figures_of_other_rounds_are_not_mixed(peer, without_ours, tmp_path, capsys):
     python, _ = peer
     out = tmp_path / "matrix.json"

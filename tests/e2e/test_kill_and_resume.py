@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import pytest
 from tiers import cases, tier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +111,7 @@ def test_a_sweep_that_is_killed_finishes_when_it_is_started_again(tmp_path: Path
     assert list(tmp_path.rglob("*.tmp")) == []
 
 
+@pytest.mark.nightly
 def test_workers_die_with_the_sweep_that_was_killed(tmp_path: Path) -> None:
     let_run(tmp_path, 2)
     process = start(tmp_path, *WORKERS)

@@ -9,6 +9,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -128,6 +129,7 @@ def test_what_is_left_out_is_named_before_any_figure(command: str, asked: Asked)
         assert ("the rest is unread" in head) == (taken is not None and taken < kept)
 
 
+@pytest.mark.nightly
 @settings(max_examples=tier(1, 6), phases=DRAWN)
 @given(kinds=st.lists(st.sampled_from(["fits", "long", "empty", "bad"]), min_size=2, max_size=8))
 @example(kinds=["long", "empty", "bad"])

@@ -54,6 +54,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.nightly
 def test_the_wheel_brings_the_c_files_that_are_compiled_on_first_use(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     sources = {

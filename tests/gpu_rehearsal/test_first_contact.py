@@ -45,6 +45,7 @@ def test_after_a_wrong_decode_nothing_more_is_called(tmp_path: Path) -> None:
     assert states == {"merge": "right", "decode": "wrong"}
 
 
+@pytest.mark.nightly
 def test_times_of_the_engines_launches_are_kept_though_one_hangs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -69,6 +70,7 @@ def test_the_engines_launches_are_right_in_the_interpreter_and_have_no_times(tmp
     assert not any("us" in line for line in found.values())
 
 
+@pytest.mark.nightly
 def test_results_of_tests_are_kept_though_one_hangs(tmp_path: Path) -> None:
     file, kept = tmp_path / "test_some.py", tmp_path / "kept.jsonl"
     file.write_text(

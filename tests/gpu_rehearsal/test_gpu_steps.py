@@ -132,6 +132,7 @@ def overrides_of(part: str, name: str, out: Path) -> list[str]:
     return [word for word in command if "=" in word] + [*REHEARSED]
 
 
+@pytest.mark.nightly
 @cases(
     ("part", "sweep"),
     [("quick", "sweep"), *(("prediction", name) for name in ("default", "azure", "contiguous"))],

@@ -8,7 +8,9 @@ after the other, each in processes of its own.
 The tests are split by file, so that what the tests of a file share is made once: the files that take long (SECONDS)
 one after the other to the part with the least, then all others by their number of lines. Each part that ends leaves a
 line in `build/nights.tsv`: when it began, commit, part, passed or failed, CPU-seconds, and the seed of the day, which
-brings the same draws back (`PAGETWIN_SEED`). A test that hangs ends its part after two hours, with its name and stack.
+brings the same draws back (`PAGETWIN_SEED`). Of a test with many cases the seed also chooses the third that runs, so
+that three dates, or three seeds in a row, run every case; `PAGETWIN_NIGHTLY=1 pytest` runs all at once. A test that
+hangs ends its part after two hours, with its name and stack.
 """
 
 import os
@@ -89,7 +91,7 @@ def run(part: str) -> bool:
         words = OTHERS[part].split()
     else:
         words = ["-m", "pytest", "-n", "auto", *HANGS.split(), *files_of(*map(int, part.split("/")))]
-        environment["PAGETWIN_NIGHTLY"] = "1"
+        environment |= {"PAGETWIN_NIGHTLY": "1", "PAGETWIN_THIRD": str(int(SEED) % 3)}
     clock = time.monotonic()
     code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=False).returncode
     after = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -21,7 +21,7 @@ from interpreted_cases import (
     random_spec,
     spec_of,
 )
-from tiers import cases, nights_share
+from tiers import cases, nights_share, tier
 
 from paged_kernels import (
     Workspace,
@@ -255,7 +255,7 @@ LATENT = [
 @cases("window", [0, 50], day=(50,))
 def test_latent_vectors_are_keys_and_values(monkeypatch, widths, heads, window, queries):
     cut_short_rows(monkeypatch)
-    check_latent((300, 133), queries, heads, widths, window=window)
+    check_latent(tier((150, 70), (300, 133)), queries, heads, widths, window=window)
 
 
 @pytest.mark.nightly

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tiers import cases
 
 from engine.runtime.attention import metadata as engine_metadata
 from harness.kernel_speed.block_sizes import (
@@ -96,7 +97,7 @@ def by_engine(case):
     step.attend(case.q, case.key_cache, case.value_cache, case.scoring, providers.output_of(case))
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@cases("name", DEVICES, day=2)
 def test_benchmark_engine_and_model_launch_equal_parts(monkeypatch, launched, name):
     on(monkeypatch, name)
     room = room_of(kernel(name), GPUS[name], 2)

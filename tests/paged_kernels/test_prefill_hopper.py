@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import cases
 
 pytest.importorskip("triton", reason="the kernels need pagetwin[gpu]")
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -54,7 +55,7 @@ def replayed(case, *, lse=None, seed=0, rewrite=str, longest=None):
     return out
 
 
-@pytest.mark.parametrize(
+@cases(
     ("lengths", "queries", "options"),
     [
         ((300, 40, 129), (200, 40, 1), {}),
@@ -64,6 +65,7 @@ def replayed(case, *, lse=None, seed=0, rewrite=str, longest=None):
         ((190, 100), (9, 100), {"heads": 16, "block_size": 48, "dtype": FP16}),
         ((700,), (20,), {"dk": 128, "block_size": 32, "kv_heads": 1}),
     ],
+    day=3,
 )
 def test_the_source_computes_what_float64_does(lengths, queries, options):
     case = case_of(lengths, queries, **options)
@@ -73,7 +75,7 @@ def test_the_source_computes_what_float64_does(lengths, queries, options):
     assert torch.allclose(lse.double(), sums, atol=1e-5)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@cases("seed", range(6), day=2)
 def test_no_order_of_the_warp_groups_changes_the_output(seed):
     """Every order that the barriers allow must do; six random ones, over more tiles than there are buffers."""
     case = case_of((900,), (20,), block_size=32)
@@ -221,6 +223,7 @@ def test_an_arrival_follows_a_barrier_of_the_warp_group(compiled):
         assert all(names[place - 1] == "BAR" for place, name in enumerate(names) if name == "SYNCS")
 
 
+@pytest.mark.nightly
 def test_the_launcher_compiles_what_the_gate_compiles(compiled, monkeypatch):
     """Triton specialises the launcher's arguments itself; the gate states their types and divisors."""
     kernels, run = [], triton.JITFunction.run

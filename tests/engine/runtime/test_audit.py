@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
@@ -37,7 +38,7 @@ def drive(loaded, prompts, change, *, width=1, decoding=Decoding.greedy, blocks=
 
 
 @pytest.mark.parametrize("decoding", [{"temperature": 0}, {"n": 3}, {"beam_width": 3}])
-@pytest.mark.parametrize("cache", [{"block_size": 4}, {"block_size": 16}, {"cache": "contiguous_max"}])
+@cases("cache", [{"block_size": 4}, {"block_size": 16}, {"cache": "contiguous_max"}], day=1)
 def test_written_slots_equal_the_books_at_every_step(model_of, prompts, decoding, cache):
     from engine.runtime.params import SamplingParams
 

@@ -35,7 +35,7 @@ def test_the_reference_text_varies(generate, prompts):
     assert len({token for text in texts for token in text}) > 20
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2", "opt"])
+@cases("family", ["llama", "qwen3", "gpt2", "opt"], day=2)
 def test_chunked_prefill_and_preemption_change_nothing(family, model_of, generate, prompts):
     found, llm = run(model_of(family), prompts, budget=10, pool_tokens=104, block_size=8)
     assert llm.engine.counters.preemptions > 0

@@ -110,6 +110,7 @@ def test_c_reads_the_pages_of_groups_and_is_refused_at_load_where_a_page_holds_s
     assert serve(make_llm("ministral", backend="native")) == [expected.__wrapped__("ministral")]
 
 
+@pytest.mark.nightly
 @cases("backend", ["torch", "auto"], day=("auto",))
 def test_every_backend_reads_the_pages_of_each_group(backend):
     assert serve(make_llm("cohere2", backend=backend)) == [expected("cohere2")]
@@ -269,6 +270,7 @@ def test_beams_are_those_of_generate(family, pages, pool_tokens, memory):
             assert [each.token_ids for each in found.outputs] == asked_of(model, prompt, NEW, 3)
 
 
+@pytest.mark.nightly
 @cases(
     ("family", "pages", "pool_tokens", "memory"),
     [(*setup, memory) for setup in BRANCHED for memory in MEMORY],
@@ -467,13 +469,14 @@ def test_8_bits_give_the_tokens_of_a_cache_that_rounds(family, pages, memory):
         assert (llm.engine.counters.swaps if memory == "swap" else llm.engine.counters.preemptions) > 0
 
 
-@pytest.mark.parametrize(
+@cases(
     ("name", "kind"),
     [
         *((name, "drafts") for name in ("poison", "poison_slots", "swap_in")),
         ("poison", "8"),
         ("swap_in", "8"),
     ],
+    day=2,
 )
 def test_a_page_operation_that_is_left_out_is_noticed(name, kind, monkeypatch):
     from engine.runtime.errors import AuditError, RunError
@@ -601,6 +604,7 @@ def drawn_layout(rng):
     return family, options
 
 
+@pytest.mark.nightly
 def test_a_drawn_layout_is_refused_at_load_or_serves():
     from engine.core.errors import CoreError, NeverFitsError
     from engine.runtime.errors import ModelError

@@ -25,7 +25,7 @@ def loaded_blocks(llm):
 
 
 @pytest.mark.parametrize("store", list(TierStore))
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])
+@cases("family", ["llama", "gpt2", "mistral"], day=1)
 def test_what_a_tier_brings_back_gives_the_tokens_of_generate(store, family, model_of, generate, prompts):
     found, llm = run(model_of(family), prompts, tier_store=store)
     assert loaded_blocks(llm) > 20

@@ -21,7 +21,7 @@ def run(loaded, prompts, budget=512, preemption=Preemption.recompute, decoding=N
 
 
 @cases("placement", ["first_fit", "buddy"], day=("buddy",))
-@pytest.mark.parametrize("cache", ["contiguous_max", "contiguous_pow2", "contiguous_oracle"])
+@cases("cache", ["contiguous_max", "contiguous_pow2", "contiguous_oracle"], day=1)
 @cases(
     "decoding",
     [{}, {"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}],
@@ -37,9 +37,7 @@ def test_every_reservation_policy_gives_the_tokens_of_paging(cache, placement, d
     assert llm.runner.audits > 10
 
 
-@pytest.mark.parametrize(
-    "decoding", [{}, {"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}], ids=str
-)
+@cases("decoding", [{}, {"n": 3, "temperature": 1.0, "seed": 5}, {"beam_width": 3}], ids=str, day=1)
 def test_swapped_requests_come_back_as_they_were(decoding, model_of, prompts):
     tight = {"pool_tokens": 120, "block_size": 4, "prefix_caching": False}
     found, llm = run(model_of(), prompts, 64, Preemption.swap, decoding, host_blocks=64, **tight)

@@ -55,6 +55,7 @@ def test_preemption_changes_no_token(groups):
     assert llm.engine.counters.preemptions > 0
 
 
+@pytest.mark.nightly
 @cases(
     "options",
     [{"prefix_caching": False}, {"states": "every_block"}, {"state_every": 12}, {"block_size": 16}],
@@ -64,6 +65,7 @@ def test_options_change_no_token(options):
     assert serve(make_llm(pool_tokens=6000, **options), turns=2) == [expected("qwen3_next")] * 2
 
 
+@pytest.mark.nightly
 def test_states_are_kept_as_often_as_asked():
     llm = make_llm(state_every=12, pool_tokens=6000)
     serve(llm)
@@ -127,6 +129,7 @@ def test_rows_of_one_token_run_together():
     assert (piece.sources.tolist(), piece.targets.tolist()) == ([5, 7], [6, 7])
 
 
+@pytest.mark.nightly
 def test_pages_without_an_owner_hold_nothing_in_any_layer():
     llm = make_llm("falcon_h1", pool_tokens=6000)
     serve(llm)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from serve_cases import tokenizer
-from tiers import NIGHT_SEED
+from tiers import NIGHT_SEED, cases
 
 IMPORTS = (
     "from engine.runtime.llm import (LLM, SamplingParams, BeamSearchParams, StructuredOutputsParams,\n"
@@ -581,7 +581,7 @@ def ending_fixture(model, tmp_path_factory):
     return LLM(folder, block_size=4, audit="full")
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
+@cases("width", [1, 2, 4], day=(2,))
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -1.0])
 def test_an_end_token_behind_the_first_ends_a_beam_as_in_vllm(width, penalty, ending):
     import torch

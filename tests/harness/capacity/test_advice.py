@@ -69,7 +69,7 @@ def advice_of(file: Path, *overrides: str, slo: str = SLO) -> Advice:
     return advise(case_of(file, *overrides, slo=slo), lambda what: None)
 
 
-@pytest.mark.parametrize("pool", [None, 40_000, 2_000])
+@cases("pool", [None, 40_000, 2_000], day=1)
 @pytest.mark.parametrize("shared", [0, 800])
 def test_a_flag_that_is_not_replayed_changes_nothing(tmp_path: Path, shared: int, pool: int | None) -> None:
     """A replay of every flag has the figures that are said of it, whether it was spared or not."""
@@ -106,6 +106,7 @@ def test_flags_are_tried_on_all_requests_where_the_busiest_ones_alone_do_not_bre
     assert first.worse < 0.1
 
 
+@pytest.mark.nightly
 def test_requests_are_sent_as_often_with_a_flag_as_without_it(tmp_path: Path) -> None:
     """A queue that grows is longer the more often they are sent; fewer places let it grow so fast that few show it."""
     file = write(tmp_path, 0, 400, 200, 60, 0.05)
@@ -169,6 +170,7 @@ def test_the_curve_is_that_of_the_requests_that_are_replayed(tmp_path: Path) -> 
     assert profile.hit_tokens(100) not in (of_all.hit_tokens(100), alone.hit_tokens(100))
 
 
+@pytest.mark.nightly
 def test_bounds_reach_as_far_as_the_ends_do_and_to_zero_where_a_slow_device_meets_it_at_no_rate(
     tmp_path: Path,
 ) -> None:
@@ -224,6 +226,7 @@ def test_flags_that_change_nothing_keep_their_values(tmp_path: Path) -> None:
     assert (config.scheduler, config.cache) == (case.config.scheduler, case.config.cache)
 
 
+@pytest.mark.nightly
 def test_flags_that_help_where_the_slo_breaks_and_do_not_raise_the_rate_are_named(tmp_path: Path) -> None:
     """Nothing of the table is without a word: what makes the worst figure smaller is taken, or it says why not."""
     draw, file = np.random.default_rng(5), tmp_path / "trace.jsonl"
@@ -411,6 +414,7 @@ def test_a_model_with_windows_is_advised_with_groups(
     assert "--disable-hybrid-kv-cache-manager" not in capsys.readouterr().out
 
 
+@pytest.mark.nightly
 def test_groups_that_a_file_of_a_deployment_sets_are_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -548,6 +552,7 @@ def test_a_log_is_compared_with_its_own_requests_sent_once(tmp_path: Path) -> No
     assert found.case.run(rate=found.case.rate).metrics["ttft_p50"] > 1.5 * own
 
 
+@pytest.mark.nightly
 def test_the_folder_of_a_twin_gives_its_requests(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = compose_config(
         axis.settings[0]

@@ -172,7 +172,7 @@ def rate_for(slo: str, places: int = 1) -> tuple[LoadCase, CapacityAnswer]:
     return case, highest_rate(case, 1, 0.1, lambda _: None)
 
 
-@pytest.mark.parametrize("tokens", [5, 30, 80])
+@cases("tokens", [5, 30, 80], day=1)
 def test_a_goal_of_at_least_so_much_holds_from_some_rate_on(tokens: int) -> None:
     """An open loop serves what comes: so many tokens a second are there from a rate on, below or above the trace's."""
     case, answer = rate_for(f"output_throughput>{tokens}")
@@ -299,7 +299,7 @@ def test_a_load_that_rises_within_the_trace_is_no_queue_that_grows(most: int, se
     assert found.outcome["finished"] == sent
 
 
-@cases("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)], day=2)
+@cases("gaps_us", [(37_500, 12_500), (25_000, 25_000), (12_500, 37_500)], day=1)
 @cases("above", [0.9, 1.1, 1.5], day=2)
 def test_a_queue_grows_by_what_arrives_beyond_what_is_served_however_the_load_changes(
     gaps_us: tuple[int, int], above: float
@@ -354,7 +354,7 @@ def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     assert 0.8 * lasting <= once <= lasting / (1 - int(least[1]) / 100)
 
 
-@pytest.mark.parametrize("slo", ["queue_mean<0.2", "ttft_p99<8", "e2e_p90<1.5"])
+@cases("slo", ["queue_mean<0.2", "ttft_p99<8", "e2e_p90<1.5"], day=1)
 def test_the_edge_of_a_search_is_between_two_rates_that_were_tried(slo: str) -> None:
     case = LoadCase(single_server(), parse_slo(slo))
     answer = highest_rate(case, 1, 0.02, lambda _: None)

@@ -36,6 +36,7 @@ def tuned(grid: str, slo_text: str, most: int = 8) -> tuple[Tuned, Any]:
     return found, np.array([np.median(each) for each in runs])
 
 
+@pytest.mark.nightly
 @cases("slo", SLOS, day=1)
 @cases("grid", GRIDS["grids"], day=1)
 def test_the_choice_of_few_measured_cells_is_as_good_as_it_says(grid: str, slo: str) -> None:
@@ -73,6 +74,7 @@ def test_cells_that_are_all_equal_are_known_to_be() -> None:
     assert found.regret < 0.01
 
 
+@pytest.mark.nightly
 def test_a_value_that_is_worse_than_predicted_sends_the_search_elsewhere() -> None:
     values = [(axis, other) for axis in "ab" for other in range(6)]
     predicted = [1.0 + 0.01 * other + 0.1 * (axis == "b") for axis, other in values]

@@ -274,6 +274,7 @@ def test_status_counts_done_failed_and_left(cli: Cli) -> None:
     assert "Go on with: python -m harness sweep" in out
 
 
+@pytest.mark.nightly
 def test_a_message_is_never_longer_than_thirty_lines(cli: Cli) -> None:
     code, _, err = cli("sweep", *(f"no.such.key{number}=1" for number in range(100)))
     assert code == 2

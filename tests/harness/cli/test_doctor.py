@@ -79,6 +79,7 @@ def test_a_damaged_file_is_named_and_nothing_is_changed(cli: Cli, name: str) -> 
     assert {path: path.stat().st_mtime_ns for path in Path("results").rglob("*")} == before
 
 
+@pytest.mark.nightly
 def test_several_processes_find_what_one_finds(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     damage()
     alone = cli("doctor", "results/default")

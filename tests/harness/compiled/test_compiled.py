@@ -241,6 +241,7 @@ def many(count: int) -> PlainRequests:
     )
 
 
+@pytest.mark.nightly
 def test_folded_totals_metrics_and_outcomes_are_those_of_the_streamed_core() -> None:
     requests, limits, pool = many(5_000), SchedulerLimits(256, 32), PlainPool(2_000, 16, keeps=True)
     live: dict[int, Request] = {}

@@ -91,7 +91,7 @@ def test_layers_in_groups_are_replayed_and_accounted_for_as_the_core_does(
     assert_same_groups(requests, limits, pool, shared)
 
 
-@settings(max_examples=tier(10, 200))
+@settings(max_examples=tier(4, 200))
 @given(st.data(), st.integers(0, 10**6), WINDOWS, HITS, EVERY)
 def test_crowded_groups_evict_and_come_back_as_in_the_core(
     data: st.DataObject, seed: int, windows: list[tuple[int, int | None]], rule: WindowHits, every: int | None

@@ -243,6 +243,7 @@ def test_a_file_that_is_no_table_is_refused_before_any_point_runs(
         assert f"{key}: '{tmp_path}/kernels.parquet' is no Parquet table" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_table_that_is_cut_is_refused_before_any_point_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

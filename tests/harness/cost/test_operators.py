@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sim_cases import replay, request
+from tiers import cases
 
 from harness.config.errors import ConfigError
 from harness.cost.model_shape import ModelShape
@@ -75,7 +76,7 @@ def test_a_timed_chunk_costs_its_time_in_every_layer(tmp_path: Path) -> None:
     assert attention == pytest.approx(32 * (10 + 4 * 4096 * 256 * 1024 / 450e6) * 1e-6, rel=1e-9)
 
 
-@pytest.mark.parametrize(("rows", "queries"), [(1, 5), (16, 4), (3, 64)])
+@cases(("rows", "queries"), [(1, 5), (16, 4), (3, 64)], day=1)
 def test_a_few_queries_a_row_read_their_keys_as_decodes_do(tmp_path: Path, rows: int, queries: int) -> None:
     """The timed prefill at 16 tokens, by a kernel that does not split the keys, is no price of drafts."""
     features = np.zeros((1, len(FEATURES)))

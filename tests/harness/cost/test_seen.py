@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from harness.capacity.slo import parse_slo
 from harness.cli.workload import case_of
@@ -110,9 +111,7 @@ def planted_band(words: Sequence[str]) -> tuple[float, float, float]:
     return least / predicted, most / predicted, shares(point(*words, device=device))[1]
 
 
-@pytest.mark.parametrize(
-    "words", [("model=llama31_8b", "model.layers=64"), ("model=qwen3_32b",), ("model=qwen25_15b",)]
-)
+@cases("words", [("model=llama31_8b", "model.layers=64"), ("model=qwen3_32b",), ("model=qwen25_15b",)], day=1)
 def test_the_band_of_another_model_holds_a_step_that_did_not_change_and_one_that_follows_its_work(
     words: Sequence[str],
 ) -> None:
@@ -152,7 +151,7 @@ def test_a_band_is_wider_for_steps_with_more_requests_than_the_fit_has_seen() ->
     )
 
 
-@pytest.mark.parametrize("model", ["qwen3_30b_a3b", "deepseek_v2_lite", "gemma3_12b"])
+@cases("model", ["qwen3_30b_a3b", "deepseek_v2_lite", "gemma3_12b"], day=1)
 def test_a_model_with_another_kind_of_layers_is_refused(model: str) -> None:
     with pytest.raises(ConfigError, match=r"device\.seen.*differ in"):
         check_cost(deployment_of(replace(config(f"model={model}"), device=fitted(**WIDE))))

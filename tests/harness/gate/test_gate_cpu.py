@@ -90,6 +90,7 @@ def test_a_changed_line_of_the_accepted_code_changes_only_the_accepted_side(
     assert torch.equal(ours[cpu.PREFILL](), theirs[cpu.PREFILL]())
 
 
+@pytest.mark.nightly
 def test_a_changed_line_of_the_accepted_prefill_in_c_changes_only_the_accepted_side(
     torch: Any, tmp_path: Path
 ) -> None:
@@ -122,6 +123,7 @@ def test_what_is_timed_is_the_attention_of_its_case(torch: Any, tmp_path: Path, 
         assert torch.allclose(own.double(), expected, atol=2e-5)
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_new_is_compared_with_itself_and_its_case_is_named(
     torch: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

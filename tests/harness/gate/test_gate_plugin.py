@@ -151,6 +151,7 @@ def test_the_answer_is_appended_for_a_page_of_github(accepted, monkeypatch, tmp_
     assert "## Regression gate: pass" in (tmp_path / "page.md").read_text()
 
 
+@pytest.mark.nightly
 def test_the_example_passes_with_the_baselines_beside_it(pytester, monkeypatch):
     slower_by(monkeypatch, 0.0)
     shutil.copytree(EXAMPLE, pytester.path, dirs_exist_ok=True)

@@ -86,6 +86,7 @@ def test_a_changed_line_of_the_accepted_core_changes_the_accepted_side_alone(tmp
     assert loads()["block manager: shared prefixes"].run() > 0
 
 
+@pytest.mark.nightly
 def test_the_core_of_the_baseline_is_the_one_that_is_timed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

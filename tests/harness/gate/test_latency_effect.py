@@ -30,6 +30,7 @@ def share(found: list[GateVerdict], verdict: GateVerdict) -> float:
     return found.count(verdict) / len(found)
 
 
+@pytest.mark.nightly
 def test_false_alarms_are_rarer_than_one_in_a_hundred_without_an_effect() -> None:
     found = verdicts(0.0, NOISE, seed=1)
     assert share(found, GateVerdict.regressed) < 0.01
@@ -41,6 +42,7 @@ def test_no_false_alarm_even_where_the_noise_is_high() -> None:
     assert share(verdicts(0.0, 0.10, seed=2), GateVerdict.regressed) < 0.01
 
 
+@pytest.mark.nightly
 def test_five_percent_slower_is_found_at_two_percent_noise() -> None:
     found = verdicts(0.05, NOISE, seed=3)
     assert share(found, GateVerdict.regressed) >= 0.95

@@ -277,6 +277,7 @@ def test_kernels_that_are_listed_together_are_read_as_each_alone(decode: Any) ->
         assert [replace(one, operands="") for one in some] == [replace(one, operands="") for one in same]
 
 
+@pytest.mark.nightly
 def test_a_kernel_that_does_not_compile_leaves_the_others_of_its_batch(
     decode: Any, case: tuple[str, dict[str, Any]]
 ) -> None:

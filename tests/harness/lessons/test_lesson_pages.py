@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 LESSONS = ("pool", "accountant", "replay")
 SEQUENCES = tier(200, 10_000)
 PATIENCE_MS = 120_000  # a safety net on a busy machine
-BOTH = pytest.mark.parametrize("name", LESSONS)
+BOTH = cases("name", LESSONS, day=("replay",))
 
 
 @pytest.fixture(scope="module")
@@ -266,6 +266,7 @@ def test_the_replay_shows_what_was_recorded(opened) -> None:
             assert found[step] == state
 
 
+@pytest.mark.nightly
 def test_ten_thousand_blocks_and_a_hundred_thousand_changes_open(browser, tmp_path) -> None:
     draw, steps = random.Random(0), 2_000
     blocks = [draw.randint(1, 10_000) for _ in range(100_000)]
@@ -316,6 +317,7 @@ def test_a_page_fits_a_narrow_window(opened, name: str) -> None:
     assert tab.evaluate("document.documentElement.scrollWidth") <= 400
 
 
+@pytest.mark.nightly
 def test_the_keyboard_alone_adds_forks_and_frees(opened) -> None:
     tab = opened("pool")
     for button in ("add", "fork", "append", "free"):
@@ -325,6 +327,7 @@ def test_the_keyboard_alone_adds_forks_and_frees(opened) -> None:
     assert tab.locator(".cell.used").count() > 0
 
 
+@pytest.mark.nightly
 def test_copy_on_write_happens_before_your_eyes_and_can_be_taken_back(opened) -> None:
     tab = opened("pool")
     for button in ("add", "fork", "append"):
@@ -335,6 +338,7 @@ def test_copy_on_write_happens_before_your_eyes_and_can_be_taken_back(opened) ->
     assert tab.inner_text("#counts").startswith("5 of 24 blocks in use for 10")
 
 
+@pytest.mark.nightly
 def test_a_refusal_says_why(opened) -> None:
     tab = opened("pool")
     tab.fill("#blocks", "4")
@@ -343,6 +347,7 @@ def test_a_refusal_says_why(opened) -> None:
     assert "need more blocks than the 4 of 4" in tab.inner_text("#said")
 
 
+@pytest.mark.nightly
 def test_answers_are_checked(opened) -> None:
     tab = opened("pool")
     item = tab.locator("#challenges li").nth(4)
@@ -352,6 +357,7 @@ def test_answers_are_checked(opened) -> None:
         assert reply in item.inner_text()
 
 
+@pytest.mark.nightly
 def test_a_block_of_the_replay_has_a_history_and_a_request_its_blocks(opened) -> None:
     tab = opened("replay")
     tab.fill("#block", "1")
@@ -402,6 +408,7 @@ def test_prediction_and_measurement_stand_at_the_same_time(beside) -> None:
     assert "0 of 4 blocks" in beside.inner_text("#when-other")
 
 
+@pytest.mark.nightly
 def test_both_pools_have_the_same_size_and_colours(beside) -> None:
     same = beside.evaluate(
         "[canvas.width, canvas.height].join() === [el('pool-other').width, el('pool-other').height].join()"
@@ -411,6 +418,7 @@ def test_both_pools_have_the_same_size_and_colours(beside) -> None:
     assert beside.evaluate(pixel, "pool") == beside.evaluate(pixel, "pool-other")
 
 
+@pytest.mark.nightly
 def test_a_run_alone_shows_one_pool(opened) -> None:
     assert opened("replay").is_hidden("#other")
 
@@ -427,6 +435,7 @@ def test_the_accountant_opens_with_the_lengths_of_a_trace_file(browser, tmp_path
     context.close()
 
 
+@pytest.mark.nightly
 def test_the_replay_plays_to_its_end(opened) -> None:
     tab = opened("replay")
     tab.evaluate("go(run.steps - 40)")
@@ -440,6 +449,7 @@ def test_the_accountant_names_the_line_that_is_wrong(opened) -> None:
     assert tab.inner_text("#wrong").startswith('line 2: "30" must be two whole numbers')
 
 
+@pytest.mark.nightly
 def test_the_accountant_reserves_nothing_for_what_is_longer(opened) -> None:
     tab = opened("accountant")
     tab.fill("#longest", "1000")

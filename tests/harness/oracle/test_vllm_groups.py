@@ -103,6 +103,7 @@ def ends_with_blocks(asked: dict[str, Any]) -> bool:
     return all(size <= asked["prefix_match_unit"] for size in states)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", FAMILIES)
 def test_random_workloads_are_scheduled_as_by_vllm(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # the listed difference: vLLM 0.33 copies a block that the same step writes, ours waits for the next step

@@ -161,6 +161,7 @@ def test_an_unknown_figure_is_refused_with_those_that_exist(capsys) -> None:
     assert "no figure 'fig99'; choose one of" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_later_figure_is_added_to_the_page(tmp_path, capsys) -> None:
     places = ["--out", str(tmp_path / "out"), "--runs", str(tmp_path / "runs")]
     assert main(["reproduce", "vattention_table8", *places]) == 0

@@ -63,7 +63,7 @@ def in_format(config: RunConfig, format_: TraceFormat, folder: Path) -> RunConfi
 
 
 @cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
-@pytest.mark.parametrize("place", SpeculationMode)
+@cases("place", SpeculationMode, day=2)
 def test_drafts_give_identical_plans_on_both_sides(
     place: SpeculationMode, format_: TraceFormat, config: RunConfig, tmp_path: Path
 ) -> None:
@@ -81,6 +81,7 @@ def test_drafts_under_preemption_give_identical_plans(
     assert record.measured["median"]["preemptions"] > 0
 
 
+@pytest.mark.nightly
 def test_a_model_that_drafts_for_itself_is_right_and_takes_fewer_steps(config: RunConfig) -> None:
     plain = run_point(config).record
     drafted = run_point(drafting(config)).record
@@ -98,6 +99,7 @@ def test_branches_end_alike_on_both_sides(format_: TraceFormat, config: RunConfi
     assert record.outcome["measured"]["finished"] == 16
 
 
+@pytest.mark.nightly
 def test_branches_that_end_under_preemption_give_identical_plans(config: RunConfig, tmp_path: Path) -> None:
     config = in_format(sampling(crowded(config)), TraceFormat.azure, tmp_path)
     config.decoding.branch_hazard = 0.05
@@ -273,6 +275,7 @@ def test_a_store_without_beams_is_refused(config: RunConfig, tmp_path: Path) -> 
         check_point(config)
 
 
+@pytest.mark.nightly
 def test_recorded_beams_that_differ_are_not_chosen_among(recorded: tuple[RunConfig, Path]) -> None:
     config, store = recorded
     other = run_point(replace(config, model=replace(config.model, seed=3)))

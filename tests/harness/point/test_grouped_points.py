@@ -216,6 +216,7 @@ def drawn(cache_dir: Path, folder: Path, seed: int) -> RunConfig:
     return crowded(config) if draw.random() < 0.5 else config
 
 
+@pytest.mark.nightly
 def test_the_random_workloads_hit_preempt_and_release(cache_dir: Path, tmp_path: Path) -> None:
     """Else they would show nothing."""
     found = {"hit_tokens": 0.0, "preemptions": 0.0, "waste_behind_window": 0.0}
@@ -269,6 +270,7 @@ def test_a_state_of_another_size_than_the_model_keeps_is_refused(cache_dir: Path
         measure(resolve(config), seed=0)
 
 
+@pytest.mark.nightly
 def test_the_record_says_that_states_have_no_price(cache_dir: Path) -> None:
     config = stateful(cache_dir)
     check_point(config)
@@ -285,6 +287,7 @@ def stateful_checkpoint(cache_dir: Path, folder: Path) -> RunConfig:
     return config
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_with_states_is_measured_with_their_bytes(cache_dir: Path, tmp_path: Path) -> None:
     config = stateful_checkpoint(cache_dir, tmp_path)
     config.model.state_layers, config.model.state_bytes = 2, 2048
@@ -319,6 +322,7 @@ def test_what_states_need_is_asked_of_a_checkpoint_too(cache_dir: Path, tmp_path
     assert [error.key for error in check_settings(config)] == ["cache.groups"]
 
 
+@pytest.mark.nightly
 def test_samples_are_requests_that_find_the_prompt_in_the_prefix_cache(cache_dir: Path) -> None:
     config = windowed(cache_dir)
     config.decoding.mode, config.decoding.n = DecodingMode.sample, 3
@@ -349,6 +353,7 @@ def test_latent_layers_in_groups_keep_as_many_bytes_as_the_pool_counts(
     assert record.pool["note"] == ""
 
 
+@pytest.mark.nightly
 def test_without_groups_the_record_says_that_latent_vectors_are_expanded(
     cache_dir: Path, tmp_path: Path
 ) -> None:

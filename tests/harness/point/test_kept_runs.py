@@ -61,6 +61,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
+@pytest.mark.nightly
 def test_a_later_start_takes_the_runs_that_are_left(tmp_path: Path, taken: list[int]) -> None:
     config = config_of(tmp_path)
     stopped_after(2, config, tmp_path)
@@ -100,6 +101,7 @@ def test_a_run_is_read_back_as_it_was(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (was.audits, was.yardstick_s) == (now.audits, now.yardstick_s)
 
 
+@pytest.mark.nightly
 def test_a_damaged_run_is_measured_again(tmp_path: Path) -> None:
     config = config_of(tmp_path)
     stopped_after(2, config, tmp_path)

@@ -126,6 +126,7 @@ def test_measured_durations_give_identical_plans(
         assert result.measured["median"]["preemptions"] > 0
 
 
+@pytest.mark.nightly
 def test_points_that_are_open_together_do_not_touch_each_other(cache_dir: Path) -> None:
     configs = [beams(small_config(cache_dir)), crowded(small_config(cache_dir))]
     waiting = [point_stages(replace(config, replay=replace(config.replay, repeats=2))) for config in configs]

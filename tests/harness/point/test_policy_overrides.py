@@ -88,7 +88,7 @@ def test_measured_durations_give_identical_plans(policy: Change, config: RunConf
     assert record.levels["counts"]["identical"], record.levels["counts"]
 
 
-@cases("rule", list(Eviction), day=(Eviction.ttl, Eviction.gdsf, Eviction.s3fifo))
+@cases("rule", list(Eviction), day=(Eviction.gdsf,))
 def test_both_sides_evict_alike(rule: Eviction, config: RunConfig, tmp_path: Path) -> None:
     """Turns of three conversations that begin with one text, in a pool that holds few of them."""
     rows = [
@@ -210,6 +210,7 @@ def test_an_error_in_a_rule_of_ones_own_is_told_by_its_name(
     assert type(causes[-1]) is (KeyError if at == "push" else TypeError)
 
 
+@pytest.mark.nightly
 def test_a_rule_of_ones_own_can_spoil_its_copy_alone(
     config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

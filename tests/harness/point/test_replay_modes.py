@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from point_cases import small_config, with_trace
+from tiers import cases
 
 from harness.cli.main import main
 from harness.config.compose import normalise
@@ -35,7 +36,7 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
+@cases("mode", MODES, day=2)
 def test_measured_durations_give_identical_plans_in_every_replay_mode(
     mode: ReplayMode, tmp_path: Path
 ) -> None:
@@ -58,6 +59,7 @@ def test_conversations_are_measured_turn_after_turn(tmp_path: Path) -> None:
     assert record.outcome["measured"]["finished"] == 12
 
 
+@pytest.mark.nightly
 def test_answers_are_found_by_later_turns_on_both_sides(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     config.trace.format, config.trace.name = TraceFormat.generated, "chat"

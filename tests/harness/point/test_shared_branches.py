@@ -60,6 +60,7 @@ def test_both_sides_decide_alike_where_prompts_share_text(config: RunConfig, tmp
     assert counts(with_trace(config, TraceFormat.mooncake, mooncake_file(tmp_path)))["identical"]
 
 
+@pytest.mark.nightly
 def test_both_sides_decide_alike_with_groups_of_layers(config: RunConfig) -> None:
     config.model.family, config.model.layers = "gemma2", 4
     config.model.window, config.model.windowed_layers = 24, 2
@@ -104,6 +105,7 @@ def drawn(config: RunConfig, folder: Path, seed: int) -> RunConfig:
     return config
 
 
+@pytest.mark.nightly
 @cases("seed", SEEDS, day=1)
 def test_random_beams_sent_as_requests_are_decided_alike(
     config: RunConfig, tmp_path: Path, seed: int
@@ -157,6 +159,7 @@ def test_the_beams_are_those_that_the_engine_itself_chooses(config: RunConfig) -
     assert as_lists[0] == as_lists[1]
 
 
+@pytest.mark.nightly
 def test_recorded_parents_give_the_measured_run_back(config: RunConfig, tmp_path: Path) -> None:
     from harness.store.commit import parquet_bytes
 

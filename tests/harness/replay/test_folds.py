@@ -36,6 +36,7 @@ def test_streamed_metrics_equal_those_of_the_records() -> None:
         assert streamed[name] == pytest.approx(exact[name], rel=0.02), name  # between order statistics
 
 
+@pytest.mark.nightly
 def test_fast_forward_changes_no_streamed_figure() -> None:
     one, other = (
         metrics(stream(busy(), cost=COST, fast_forward=together), 16_000) for together in (True, False)

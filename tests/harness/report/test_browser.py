@@ -77,7 +77,7 @@ def test_the_console_stays_silent(opened):
     assert opened.complaints == []
 
 
-@pytest.mark.parametrize("width", [400, 800, 1280])
+@cases("width", [400, 800, 1280], day=1)
 def test_no_horizontal_overflow(opened, width):
     opened.set_viewport_size({"width": width, "height": 800})
     unfold(opened)
@@ -129,12 +129,14 @@ def test_the_filter_leaves_the_points_that_have_all_words(opened):
     assert "4 of 12 points" in opened.locator(".count").inner_text()
 
 
+@pytest.mark.nightly
 def test_a_held_value_leaves_its_points_in_the_chart(opened):
     before = opened.locator(".chart circle").count()
     opened.get_by_role("combobox", name="hold beam width").select_option("1")
     assert 0 < opened.locator(".chart circle").count() < before
 
 
+@pytest.mark.nightly
 def test_axes_can_be_chosen_and_name_their_units(opened):
     opened.get_by_role("combobox", name="y axis").select_option(label="TTFT p50")
     opened.get_by_role("combobox", name="x axis").select_option(label="request throughput")
@@ -152,6 +154,7 @@ def test_a_point_shows_its_values_under_the_mouse_and_all_figures_on_the_keyboar
     assert opened.locator(".detail tbody tr").count() > 10
 
 
+@pytest.mark.nightly
 def test_a_drag_zooms_and_a_button_resets(opened):
     chart = opened.locator(".chart")
     chart.scroll_into_view_if_needed()
@@ -173,6 +176,7 @@ def context_of(browser: Any, page: Any, **options: Any) -> Any:
     return tab
 
 
+@pytest.mark.nightly
 def test_a_dark_theme_is_followed(browser, page):
     tab = context_of(browser, page, color_scheme="dark")
     shades = tab.evaluate(
@@ -190,6 +194,7 @@ def test_without_script_every_point_is_in_the_table_and_the_figures(browser, pag
     tab.context.close()
 
 
+@pytest.mark.nightly
 def test_a_word_of_a_table_is_not_broken_on_a_phone(browser, page):
     """Letter-by-letter breaks made cells that are many lines high and one letter wide."""
     tab = context_of(browser, page, viewport={"width": 400, "height": 900})
@@ -201,6 +206,7 @@ def test_a_word_of_a_table_is_not_broken_on_a_phone(browser, page):
     tab.context.close()
 
 
+@pytest.mark.nightly
 def test_print_leaves_controls_out_and_keeps_headings_with_what_follows(browser, page):
     tab = context_of(browser, page)
     tab.emulate_media(media="print")

@@ -17,6 +17,7 @@ def table(files: list[Path]) -> pd.DataFrame:
     return pd.read_csv(next(path for path in files if path.suffix == ".csv"))
 
 
+@pytest.mark.nightly
 def test_a_figure_is_written_as_svg_pdf_and_csv_beside_the_report(store: Path, tmp_path: Path) -> None:
     files = write_chosen_figure(store, FigureChoice(X), out=tmp_path)
     assert {path.suffix for path in files} == {".svg", ".pdf", ".csv"}
@@ -30,6 +31,7 @@ def test_lines_and_columns_are_the_chosen_settings(store: Path, tmp_path: Path) 
     assert set(paged["column"].astype(float)) == {0.0, 0.5}
 
 
+@pytest.mark.nightly
 def test_only_points_of_the_named_value_are_drawn(store: Path, tmp_path: Path) -> None:
     found = table(write_chosen_figure(store, FigureChoice(X, HUE, where={COL: "0.5"}), out=tmp_path))
     assert found["point"].str.contains("prefix_share=0.5").all()

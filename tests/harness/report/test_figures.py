@@ -36,19 +36,25 @@ def drawing(study, key):
     return found
 
 
+@pytest.fixture(scope="module")
+def curve(study):
+    """Drawing takes seconds; nobody changes it."""
+    return drawing(study, "cache.block_size")
+
+
 @cases("key", ["cache.block_size", "workload.prefix_share", "decoding.beam_width"], day=1)
-def test_every_paged_point_is_in_the_curves_along_each_setting(study, key):
-    found = drawing(study, key)
+def test_every_paged_point_is_in_the_curves_along_each_setting(study, curve, key):
+    found = curve if key == "cache.block_size" else drawing(study, key)
     paged = found.data[found.data["cache.policy"] == "paged"]
     assert paged["point"].nunique() == 27
     assert "all of its 27 points" in found.caption
 
 
-def test_no_two_baselines_look_alike_in_the_curves(study):
+def test_no_two_baselines_look_alike_in_the_curves(study, curve):
     looks = [tuple(policy_line(name).values()) for name in policies(study.records)]
     for part in zip(*looks, strict=True):
         assert len({str(value) for value in part}) == len(BASELINES)
-    labels = [text.get_text() for text in drawing(study, "cache.block_size").figure.legends[0].get_texts()]
+    labels = [text.get_text() for text in curve.figure.legends[0].get_texts()]
     assert set(BASELINES[1:]) <= set(labels)
 
 
@@ -170,6 +176,7 @@ def test_the_axis_of_errors_has_ticks_where_it_is_logarithmic_and_says_so(tmp_pa
     assert "logarithmic beyond ±20" in panel.get_xlabel()
 
 
+@pytest.mark.nightly
 def test_a_logarithmic_scale_has_plain_numbers(study):
     with style():
         found = errors.draw_agreement(study, find_axes(study.records))

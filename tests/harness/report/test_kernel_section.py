@@ -112,6 +112,7 @@ def test_a_run_that_is_found_can_be_left_out(store: Path, kernels: Path, tmp_pat
     assert '<section id="kernels">' not in report_of(store, "--kernels", "none")
 
 
+@pytest.mark.nightly
 def test_figures_of_a_run_that_is_gone_go_too(store: Path, kernels: Path) -> None:
     report_of(store, "--kernels", str(kernels), figures="svg")
     assert list((store / "report" / "figures").glob("kernel_*"))
@@ -119,6 +120,7 @@ def test_figures_of_a_run_that_is_gone_go_too(store: Path, kernels: Path) -> Non
     assert list((store / "report" / "figures").glob("kernel_*")) == []
 
 
+@pytest.mark.nightly
 def test_a_run_of_another_device_is_said_loudly(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,6 +173,7 @@ def test_a_run_that_cannot_be_read_costs_the_section_and_not_the_report(store: P
     assert '<section id="tables">' in text
 
 
+@pytest.mark.nightly
 def test_a_folder_without_a_run_is_refused_by_name(
     store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

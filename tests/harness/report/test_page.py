@@ -113,6 +113,7 @@ def test_links_of_the_page_lead_to_files(page):
     assert all((page.parent / link).is_file() for link in files)
 
 
+@pytest.mark.nightly
 def test_equal_stores_give_equal_bytes(tmp_path):
     store = write_store(tmp_path / "store", [ONE], measure=False)
     page, again = (write_report(store, out=tmp_path / name) for name in ("one", "other"))
@@ -168,6 +169,7 @@ def test_points_of_several_models_are_told_apart(tmp_path):
     assert "model large" in text
 
 
+@pytest.mark.nightly
 def test_a_crowded_sweep_folds_its_table(tmp_path):
     axes = {
         "cache.block_size": (4, 8, 16),

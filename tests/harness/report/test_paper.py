@@ -81,6 +81,7 @@ def test_every_panel_is_a_file_of_its_own() -> None:
     assert files_of(Paper.none) == {}
 
 
+@pytest.mark.nightly
 def test_a_panel_is_as_wide_as_its_column() -> None:
     files = files_of(Paper.both)
     for width, inches in (("column", 3.33), ("page", 7.0)):
@@ -113,6 +114,7 @@ def test_a_panel_gets_the_labels_that_its_neighbour_had_for_both() -> None:
     assert [panel.get_title() for panel in grid] == ["first column", "", "first column", ""]
 
 
+@pytest.mark.nightly
 def test_a_bar_of_colours_stays_with_its_panel() -> None:
     files = files_of(Paper.column)
     assert b"axes_2" in files["two-2-column.svg"]

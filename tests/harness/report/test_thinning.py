@@ -76,6 +76,7 @@ def reported(tmp_path_factory: pytest.TempPathFactory, few: None) -> Path:
     return root
 
 
+@pytest.mark.nightly
 def test_the_page_says_how_many_points_it_shows_and_where_all_are(reported: Path) -> None:
     text = (reported / "report" / "index.html").read_text()
     assert "Shown are 12 of 16 points" in text

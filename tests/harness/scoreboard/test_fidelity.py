@@ -210,6 +210,7 @@ def test_a_device_without_a_preset_is_named(tmp_path: Path) -> None:
     assert row["not priced"] == "no preset of NVIDIA L40 or of Qwen/Qwen2.5-0.5B-Instruct"
 
 
+@pytest.mark.nightly
 def test_the_page_says_what_was_assumed_and_fitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder of folders stands for these."""
     predictions = (

@@ -100,6 +100,7 @@ def test_a_failing_point_is_kept_with_its_traceback_and_others_run(plan: Callabl
     assert "FAILED: RuntimeError: the point is broken" in log
 
 
+@pytest.mark.nightly
 def test_simulated_points_run_in_worker_processes(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "trace.name=ok,fail", "workload.seed=1,2")
     outcome, _ = run(sweep)
@@ -140,6 +141,7 @@ def test_workers_are_handed_a_few_points_ahead_and_not_all(
     assert max(waiting) < 10
 
 
+@pytest.mark.nightly
 def test_an_interrupt_does_not_wait_for_workers(plan: Callable[..., SweepPlan]) -> None:
     sweep = plan("measure=false", "workers=2", "workload.seed=range(20)")
     limit = Path(sweep.points[0].config.cost.cache_dir) / "limit"

@@ -12,6 +12,7 @@ from typing import Any
 
 import fake_point
 import pytest
+from tiers import cases
 
 from harness.config.checks import value_of
 from harness.config.compose import compose_config, normalise
@@ -125,7 +126,7 @@ def test_an_unknown_experiment_lists_the_experiments() -> None:
         sweep_request(["experiment=defualt"])
 
 
-@pytest.mark.parametrize("name", options(EXPERIMENTS))
+@cases("name", options(EXPERIMENTS), day=2)
 def test_every_experiment_plans(name: str, tmp_path: Path) -> None:
     file = tmp_path / "trace"
     file.touch()

@@ -147,6 +147,7 @@ def test_the_errors_of_a_trusted_deployment_are_said_by_load_and_by_length(fit: 
     assert said[2].startswith("15 requests with at most")
 
 
+@pytest.mark.nightly
 def test_a_log_that_the_device_s_description_explains_moves_no_constant() -> None:
     fit = fit_device(planted(GPU), config(), first=40)
     for constant in fit.constants:
@@ -190,6 +191,7 @@ def test_a_constant_that_the_log_does_not_show_keeps_its_prior(fit: Fit) -> None
     assert known["compute_efficiency"].learned
 
 
+@pytest.mark.nightly
 def test_the_times_of_requests_that_are_held_out_do_not_change_the_fit(fit: Fit) -> None:
     honest = planted(TRUE)
     times = honest.requests
@@ -237,6 +239,7 @@ def test_a_schedule_that_a_log_does_not_name_is_found_by_fitting_both(ahead: boo
 KNOWN = Configured(config(), EngineSettings(), (), ())
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_the_user_names_is_fitted_alone() -> None:
     found, fit = fit_schedule(planted(TRUE, 42), KNOWN, first=30)
     assert found is KNOWN
@@ -275,6 +278,7 @@ def asked(fit: Fit, question: str) -> WhatIf:
     return what_ifs(planted(TRUE), fitted, fit.prediction, [question])[-1]
 
 
+@pytest.mark.nightly
 def test_an_unseen_model_is_said_beside_the_figures_of_a_question_and_its_band_is_wide(fit: Fit) -> None:
     other, same = asked(fit, "model.layers=8"), asked(fit, "scheduler.max_running=2")
     assert str(other).endswith("the fit has not seen this model shape: layers 8 (it saw 16)")
@@ -373,6 +377,7 @@ def test_those_that_ran_together_are_compared_by_rank_where_their_order_is_not_k
     assert (abs(errors_of(run, untold, first).ttft_p50) < 1e-9) is same
 
 
+@pytest.mark.nightly
 def test_turns_of_a_front_end_are_found_in_a_closed_loop() -> None:
     rows = tuple(replace(row, arrival_us=row.arrival_us // 40) for row in workload(160).requests)
     closed = workload(160).changed(rows, "a closed loop", client=Client(ClientKind.closed, 16))
@@ -429,6 +434,7 @@ def test_a_log_without_any_duration_is_refused() -> None:
 # -- what speaks against a fit ------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_a_log_without_times_between_tokens_is_fitted_by_its_first_tokens() -> None:
     log = planted(TRUE, 40)

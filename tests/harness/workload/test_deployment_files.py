@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import cases
 
 from harness.cli.main import main
 from harness.config.compose import compose_config, normalise
@@ -41,7 +42,7 @@ def server(tmp_path: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("words", SERVERS)
+@cases("words", SERVERS, day=2)
 def test_a_deployment_is_read_back_equal(words: list[str], tmp_path: Path) -> None:
     before = composed(words)
     file = tmp_path / "server.yaml"
@@ -50,9 +51,10 @@ def test_a_deployment_is_read_back_equal(words: list[str], tmp_path: Path) -> No
     assert deployment_of(after) == deployment_of(before)
 
 
-@pytest.mark.parametrize(
+@cases(
     "name",
     ["true", "null", "1e5", "1_000", "a\\b", "a\\", 'say "x"', 'a\\"b', "x,y=z", " a", "a\nb", "#c", "("],
+    day=6,
 )
 def test_a_text_is_read_back_as_it_was(name: str, tmp_path: Path) -> None:
     config = composed(SERVERS[1])
@@ -89,6 +91,7 @@ def test_the_settings_of_the_file_are_said_to_be_known(server: Path, tmp_path: P
     assert ["has no settings of that engine" in each for each in said] == [False, True]
 
 
+@pytest.mark.nightly
 def test_advice_for_a_store_on_another_deployment_is_for_that(
     server: Path, tmp_path: Path, capsys: Any
 ) -> None:

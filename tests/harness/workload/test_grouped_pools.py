@@ -56,6 +56,7 @@ def test_without_a_prefix_cache_there_is_no_ratio_of_hits_and_not_one_of_0() -> 
     assert "hit_ratio" not in unasked.simulated | unasked.analytic
 
 
+@pytest.mark.nightly
 def test_a_run_without_rows_says_where_the_bytes_of_its_pools_went() -> None:
     words = ("model=gpt_oss_20b", "device=h200", "cache.pool_tokens=20000", "workload.num_requests=8")
     kept, summed = (
@@ -255,6 +256,7 @@ def test_what_is_swapped_out_is_not_computed_again() -> None:
     assert requests["recomputed_tokens"].sum() == 0
 
 
+@pytest.mark.nightly
 def test_drafts_save_steps_in_groups() -> None:
     drafts = run_point(
         config(*TIGHT, "decoding.draft_tokens=3", "decoding.acceptance=0.6", "replay.records=true")
@@ -319,6 +321,7 @@ def test_the_report_shows_where_the_bytes_go(tmp_path: Path) -> None:
     assert list(tmp_path.glob("points/*/waste.parquet"))
 
 
+@pytest.mark.nightly
 def test_the_head_of_the_report_says_that_windows_are_held_without_groups(tmp_path: Path) -> None:
     words = ["model=gemma2_9b", "device=h100", "cache.max_model_len=8192", "cache.pool_tokens=20000"]
     sizes = ["workload.num_requests=2", "report.figures=none", f"out={tmp_path}"]

@@ -152,7 +152,7 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
-@cases("family", sorted(set(architecture.KNOWN)), day=sorted(set(architecture.KNOWN))[::4])
+@cases("family", sorted(set(architecture.KNOWN)), day=sorted(set(architecture.KNOWN))[::8])
 def test_without_transformers_a_shape_is_the_same_or_refused(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -459,7 +459,7 @@ PUBLISHED = [  # 10^9 parameters: all, and those that a token meets, from the mo
 ]
 
 
-@pytest.mark.parametrize(("name", "everything", "met"), PUBLISHED)
+@cases(("name", "everything", "met"), PUBLISHED, day=5)
 def test_a_preset_has_the_published_number_of_parameters(name: str, everything: float, met: float) -> None:
     """Two cards count the parameters that a token meets without the input embedding, the others with it."""
     request = run_request((f"model={name}", "model.weight_dtype=model"))

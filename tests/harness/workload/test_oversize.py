@@ -40,6 +40,7 @@ def answer(config: RunConfig) -> str:
     return f"{len(built.trace.requests)} requests, {built.trace.header.dropped}"
 
 
+@pytest.mark.nightly
 @given(
     policy=st.sampled_from(POLICIES),
     pool=st.integers(64, 2000),

@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 from engine.core.options import Eviction
 from harness.cli.main import main
@@ -79,7 +80,7 @@ def metrics(rule: str, *overrides: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("rule", list(Eviction))
-@pytest.mark.parametrize("pool", [768, 1536, 4096])
+@cases("pool", [768, 1536, 4096], day=1)
 def test_no_rule_finds_more_than_the_optimum(rule: Eviction, pool: int) -> None:
     found = metrics(
         rule, f"cache.pool_tokens={pool}", "cache.ttl_s=1" if rule is Eviction.ttl else "cache.answers=false"

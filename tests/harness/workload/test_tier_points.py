@@ -100,6 +100,7 @@ def test_no_fast_forward_and_no_rows_change_a_figure(store: str, device: tuple[s
     } == {name: found[name] for name in found if "host_" in name or "disk_" in name or "tier_" in name}
 
 
+@pytest.mark.nightly
 def test_each_replica_has_a_tier_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Together they do what each does alone, with the requests that it was given."""
     words = ("cache.tier_tokens=60000", "workload.num_requests=120", "workload.request_rate=40")

@@ -4,6 +4,7 @@ import random
 from itertools import combinations
 
 import pytest
+from tiers import cases
 
 from engine.core import KeyIdentity, PagedManager, Request, Scheduler, SchedulerLimits, StepResult
 from engine.core.memory.eviction import LruQueue
@@ -107,7 +108,7 @@ def test_it_equals_brute_force_on_small_traces(seed: int) -> None:
         assert optimal_hits(prompts, lookups, capacity) == brute_force(prompts, lookups, capacity)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@cases("seed", range(12), day=4)
 def test_no_eviction_order_beats_it(seed: int) -> None:
     draw = random.Random(seed)
     trace = random_trace(draw, 60)
@@ -117,6 +118,7 @@ def test_no_eviction_order_beats_it(seed: int) -> None:
             assert engine_hits(trace, blocks, 4, eviction, draw.choice((1, 3))) <= best
 
 
+@pytest.mark.nightly
 def test_a_bound_that_is_too_low_would_be_beaten() -> None:
     """One block less than the engine has: least recently used finds more on some trace, so the bound is tight."""
     beaten = 0

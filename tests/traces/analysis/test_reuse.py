@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tiers import cases
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.paged import PagedManager
@@ -168,7 +169,7 @@ def test_one_pass_finds_the_hits_of_an_engine_at_any_pool_that_holds_the_longest
 
 
 @pytest.mark.parametrize("model", ["system", "few_shot", "tree", "passages"])
-@pytest.mark.parametrize("size", [1, 16, 48])
+@cases("size", [1, 16, 48], day=1)
 def test_generated_sharing_is_found_by_the_engine_s_prefix_cache(model: str, size: int) -> None:
     trace = generate_trace("azure_conv", num_requests=60, seed=1, sharing=PrefixSharing(model, 0.6, 4))
     expected = reuse_profile(trace, size, spare_last_token=True).hit_tokens(UNLIMITED)

@@ -36,7 +36,7 @@ PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 
 @cases(
     "setup",
     SETUPS,
-    day=3,
+    day=1,
     ids=range(len(SETUPS)),
 )
 def test_random_walks_find_every_slot_as_it_was_written(setup: GroupSetup) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiers import cases
 from tiers import tier as by_tier
 from two_levels import TwoLevels
 
@@ -178,7 +179,7 @@ class Memory:
 
 
 @pytest.mark.parametrize("store", list(TierStore))
-@pytest.mark.parametrize(("rule", "chunk"), [(Eviction.lru, 1), (Eviction.fifo, 1), (Eviction.lru, 3)])
+@cases(("rule", "chunk"), [(Eviction.lru, 1), (Eviction.fifo, 1), (Eviction.lru, 3)], day=2)
 @pytest.mark.parametrize("seed", range(by_tier(2, 60)))
 def test_copies_bring_every_block_back_with_its_own_tokens(
     store: TierStore, rule: Eviction, chunk: int, seed: int

@@ -104,7 +104,7 @@ SOME = [
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@cases("case", SOME, day=SOME[::3], ids=str)
+@cases("case", SOME, day=SOME[::6], ids=str)
 def test_end_tokens_penalties_and_stopping(family, case, model_of, ends_of):
     assert_same(model_of(family), case, ends_of(family))
 
