@@ -24,7 +24,7 @@ from harness.metrics.log import FloatArray, RunLog
 from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
 from harness.replay.cost_model import CostModel
-from harness.workload.deployment import max_position
+from harness.workload.deployment import deployment_of, max_position
 from harness.workload.point import NEVER_FITS, TOO_LONG, Point, one_by_one, served_point, shared_point
 from harness.workload.simulate import obstacle, often_replayed, predict
 from harness.workload.trace import reshaped_trace, retimed
@@ -479,12 +479,12 @@ class LoadCase:
 
 
 def in_the_same_memory(config: RunConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes; a pool that is given in blocks keeps its tokens where the block size changes."""
+    """The changes; a pool that is given in blocks, or in pages of groups, keeps its memory where their size changes."""
     cache = config.cache
     if "cache.pool_tokens" in changes:
         return {"cache.pool_blocks": None, **changes}
     if "cache.block_size" in changes and cache.pool_blocks is not None:
-        tokens = cache.pool_blocks * cache.block_size
+        tokens = deployment_of(config).pool.whole_tokens
         return {"cache.pool_tokens": tokens, "cache.pool_blocks": None, **changes}
     return dict(changes)
 

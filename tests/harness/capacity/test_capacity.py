@@ -27,7 +27,15 @@ from harness.capacity import (
     with_bounds,
 )
 from harness.capacity.advice import rate_text
-from harness.capacity.case import MOST_COMPILED, MOST_IN_CORE, LoadCase, Trial, busiest_window, growth
+from harness.capacity.case import (
+    MOST_COMPILED,
+    MOST_IN_CORE,
+    LoadCase,
+    Trial,
+    busiest_window,
+    growth,
+    in_the_same_memory,
+)
 from harness.capacity.page import CapacityStudy, answer_text, notes, write_study
 from harness.capacity.slo import broken_goals, parse_slo
 from harness.cli.main import main
@@ -36,7 +44,9 @@ from harness.config.compose import compose_config
 from harness.config.errors import UserError
 from harness.config.overrides import parse_overrides
 from harness.config.schema import Compiled, CostKind, Oversize, RunConfig
+from harness.config.values import replaced
 from harness.point.cost import cost_model
+from harness.workload.deployment import deployment_of
 from harness.workload.simulate import predict
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
@@ -372,6 +382,18 @@ def test_drawn_requests_differ_by_seed() -> None:
     case = LoadCase(single_server(), parse_slo("queue_mean<1"))
     assert case.draws
     assert case.run(rate=1.0).metrics != case.run(rate=1.0, seed=1).metrics
+
+
+@pytest.mark.parametrize("groups", ["off", "uniform"])
+def test_another_block_size_is_tried_in_the_same_memory(groups: str) -> None:
+    words = ("cache.pool_blocks=500", "cache.pool_tokens=null", f"cache.groups={groups}", "measure=false")
+    axes = parse_overrides(("model=gpt_oss_20b", "device=h100", "cost=roofline", *words))
+    config = compose_config(axis.settings[0] for axis in axes)
+    held = deployment_of(config).pool
+    for size in (16, 32):
+        changes = in_the_same_memory(config, {"cache.block_size": size})
+        pool = deployment_of(replaced(config, changes)).pool
+        assert pool.tokens * pool.slot_bytes == held.tokens * held.slot_bytes
 
 
 @pytest.mark.parametrize("pool", ["cache.pool_blocks=20", "cache.pool_tokens=320", "cache.pool_tokens=null"])
