@@ -250,7 +250,10 @@ def _of_all_layers(settings: EngineSettings, config: RunConfig) -> tuple[EngineS
         page = uniform_layout(layer_sets(shape), size).groups[0].page_bytes
         tokens = settings.pool_blocks * page // shape.kv_bytes_per_token
         return replace(settings, pool_tokens=tokens, pool_blocks=None), ""
-    if settings.pool_tokens is None or re.match(r"v?0\.1?\d(?:\.|$)", settings.version or ""):
+    said = settings.pool_tokens is not None and not settings.origin.get("pool_tokens", "").startswith(
+        INFERRED
+    )
+    if not said or re.match(r"v?0\.1?\d(?:\.|$)", settings.version or ""):
         return settings, ""
     return replace(settings, pool_tokens=None), (
         f"Warning: the {settings.pool_tokens:,} tokens of the log say how many of the longest requests there is room "

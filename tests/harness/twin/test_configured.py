@@ -71,6 +71,8 @@ def test_tokens_that_are_no_pages_give_no_pool(recorded: EngineLog, version: str
     found = configured(said, ("device=h100",))
     assert found.config.cache.pool_tokens == pool
     assert any("the 41,408 tokens of the log say" in text for text in found.warnings) == (pool is None)
+    told = with_settings(said, origin={"pool_tokens": "inferred from the KV use"})
+    assert configured(told, ("device=h100",)).config.cache.pool_tokens == 41408
     own = configured(said, ("device=h100", "cache.pool_tokens=41408"))
     assert not any("tokens of the log say" in text for text in own.warnings)
 
