@@ -24,6 +24,7 @@ from traces.formats.parsing import MAX_INTEGER
 
 _GIB = 2**30
 _BOOKS = ("origin", "unmapped", "unmodelled")
+_LIMITS = ("max_running", "max_batched_tokens")
 _KEYS = {  # groups of our configuration; a key is called as the setting is
     "scheduler": (
         *("max_running", "max_batched_tokens", "chunked_prefill", "async_scheduling", "policy"),
@@ -175,11 +176,11 @@ class EngineArguments:
                 key, read = self.mapped[name]
                 found = read(value, raw)
                 if found is not None:  # of two names of one limit the lower one counts
-                    values[key] = min(found, values.get(key, found)) if key == "max_running" else found
+                    values[key] = min(found, values.get(key, found)) if key in _LIMITS else found
                 if key == "policy" and value != found:
                     unmapped[name] = f"{value}; simulated as {found}"
-            elif name in self.unmodelled:
-                if str(value) not in map(str, self.unmodelled[name]):
+            elif (whole := name.partition(".")[0]) in self.unmodelled:  # of an object a member may be given
+                if str(value) not in map(str, self.unmodelled[whole]):
                     unmodelled[name] = str(value)
             elif name not in self.silent:
                 unmapped[name] = "given" if _SECRET.search(name) else str(value)
@@ -294,7 +295,13 @@ _VLLM: Mapping[str, Read] = {
 _BY_OPTION = {VLLM_NAMES.get(key, key): (key, read) for key, read in _VLLM.items()}
 VLLM = EngineArguments(
     "vllm",
-    mapped={"model": ("model", _text), "max_num_active_seqs": ("max_running", count), **_BY_OPTION},
+    mapped={
+        **_BY_OPTION,
+        "model": ("model", _text),
+        "device_memory_utilization": ("memory_utilization", _share),
+        "max_num_active_seqs": ("max_running", count),
+        "max_num_scheduled_tokens": ("max_batched_tokens", count),
+    },
     unmodelled={
         "pipeline_parallel_size": (1,),
         "decode_context_parallel_size": (1,),
@@ -302,6 +309,7 @@ VLLM = EngineArguments(
         "speculative_config": (None, {}),
         "speculative_model": (None,),
         "num_speculative_tokens": (None, 0),
+        **dict.fromkeys(("spec_method", "spec_model", "spec_tokens", "diffusion_config"), ()),
         "kv_transfer_config": (None, {}),
         "cpu_offload_gb": (0,),
         "enable_lora": (False, None),
@@ -320,6 +328,11 @@ VLLM = EngineArguments(
         "tp": "tensor_parallel_size",
         "dp": "data_parallel_size",
         "pp": "pipeline_parallel_size",
+        "dcp": "decode_context_parallel_size",
+        "pcp": "prefill_context_parallel_size",
+        "ep": "enable_expert_parallel",
+        "sc": "speculative_config",
+        "q": "quantization",
         "O": "optimization_level",
     },
 )

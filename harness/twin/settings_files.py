@@ -114,7 +114,8 @@ def settings_of_words(words: list[str], where: str) -> EngineSettings:
         if not word.startswith("-"):
             continue
         name, sign, value = word.lstrip("-").partition("=")
-        name = engine.short.get(name, name).replace("-", "_")
+        first, dot, member = name.partition(".")
+        name = (engine.short.get(first, first) + dot + member).replace("-", "_")
         if sign:
             args[name] = value
         elif words and (not words[0].startswith("-") or _NUMBER.fullmatch(words[0])):

@@ -94,9 +94,24 @@ def test_the_requests_that_may_run_are_the_lower_of_two_limits(tmp_path: Path, w
     )
 
 
+def test_other_names_and_short_flags_of_vllm_are_read(tmp_path: Path) -> None:
+    words = "-q fp8 -ep -dp 2 --max-num-scheduled-tokens 512 --max-num-batched-tokens 2048"
+    found = settings(tmp_path, "serve.sh", f"vllm serve m {words} --device-memory-utilization 0.8")
+    assert (found.quantization, found.expert_parallel, found.data_parallel) == ("fp8", True, 2)
+    assert (found.max_batched_tokens, found.memory_utilization) == (512, 0.8)
+    assert not found.unmapped
+
+
 def test_what_changes_the_schedule_and_is_not_simulated_is_told_apart(tmp_path: Path) -> None:
     found = settings(tmp_path, "serve.sh", "vllm serve m --prefill-schedule-interval 4")
     assert found.unmodelled == {"prefill_schedule_interval": "4"}
+    drafts = (
+        "--spec-tokens 3",
+        "-sc.num_speculative_tokens=3",
+        "--speculative-config.method ngram",
+        "-dcp 2",
+    )
+    assert all(settings(tmp_path, "serve.sh", f"vllm serve m {words}").unmodelled for words in drafts)
     assert not settings(tmp_path, "serve.sh", "vllm serve m --prefill-schedule-interval 1").unmodelled
 
 
