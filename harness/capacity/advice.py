@@ -267,10 +267,8 @@ def _headroom(case: LoadCase, answer: CapacityAnswer, replicas: int) -> str:
     assert answer.value is not None
     rate, device = answer.value.mean, case.config.device
     spare = rate * replicas / device.data_parallel / (case.rate or rate)
-    return (
-        f"Headroom: the flags are those that hold at {rate:.3g} requests/s, with the replicas named here {spare:.2g} "
-        "times the rate simulated; none is a peak that was seen."
-    )
+    hold = f"the flags are those that hold at {rate:.3g} requests/s, with the replicas named here {spare:.2g}"
+    return f"Headroom: {hold} times the rate simulated; none is a peak that was seen."
 
 
 def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: Tell) -> None:

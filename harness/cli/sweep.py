@@ -205,10 +205,8 @@ def _how_long(sweep: plan.SweepPlan, todo: list[plan.PlannedPoint], times: TimeM
     between = "its error is not known from so few"
     if span.low is not None and span.high is not None:
         between = f"95 % interval {duration(span.low)} to {duration(span.high)}"
-    return (
-        f"time: about {duration(span.seconds)} with {numbered(workers, 'worker')} ({between}), {source}; "
-        f"memory: about {memory:,.1f} GB a process"
-    )
+    takes = f"time: about {duration(span.seconds)} with {numbered(workers, 'worker')} ({between}), {source}"
+    return f"{takes}; memory: about {memory:,.1f} GB a process"
 
 
 def _manifest(sweep: plan.SweepPlan, arguments: Arguments) -> Manifest:

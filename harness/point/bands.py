@@ -93,10 +93,9 @@ def unseen(point: Point, steps: Mapping[str, Column] | None = None) -> str:
     rows, context, before_s = known.step
     now_s = before_s if said else decode_step_s(deployment, rows, context)
     if abs(now_s / before_s - 1) > _SAME_STEP:
-        said = (
-            f"a typical step of the fit's log takes {1e3 * now_s:.3g} ms here and took {1e3 * before_s:.3g} ms when it "
-            "was fitted: a constant was changed, or steps are priced in another form than the fit's"
-        )
+        both = f"takes {1e3 * now_s:.3g} ms here and took {1e3 * before_s:.3g} ms when it was fitted"
+        why = "a constant was changed, or steps are priced in another form than the fit's"
+        said = f"a typical step of the fit's log {both}: {why}"
     return "; ".join(filter(None, (said, load)))
 
 

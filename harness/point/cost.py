@@ -298,11 +298,9 @@ def _check_seen(deployment: Deployment) -> None:
     device = deployment.device
     kinds = [] if device.seen is None else seen_of(device.seen).new_kinds(deployment.shape)
     if kinds:
-        reason = (
-            f"{deployment.model.name} and the model that {device.name} was fitted to differ in {', '.join(kinds)}, and "
-            "the fit tells nothing of such layers; fit a log of this model, or take the preset of the device"
-        )
-        raise ConfigError("device.seen", reason)
+        both = f"{deployment.model.name} and the model that {device.name} was fitted to differ in {', '.join(kinds)}"
+        more = "fit a log of this model, or take the preset of the device"
+        raise ConfigError("device.seen", f"{both}, and the fit tells nothing of such layers; {more}")
 
 
 def _check_device(deployment: Deployment, kind: CostKind) -> None:

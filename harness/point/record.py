@@ -340,10 +340,9 @@ def _engine_note(deployment: Deployment) -> dict[str, str]:
         return {}
     width = shape.heads * (shape.head_dim + shape.latent.rope_dim + shape.latent.value_dim)
     expanded = shape.layers * width * shape.bytes_per_element
-    words = (
-        f"expanded: the engine keeps K and V of {expanded:,} bytes a token, where the pool counts latent vectors of "
-        f"{pool.kv_bytes_per_token:,}; cache.groups=uniform keeps latent vectors"
-    )
+    counted = f"where the pool counts latent vectors of {pool.kv_bytes_per_token:,}"
+    words = f"expanded: the engine keeps K and V of {expanded:,} bytes a token, {counted}"
+    words += "; cache.groups=uniform keeps latent vectors"
     return {"note": f"{pool.note}; {words}" if pool.note else words}
 
 

@@ -294,10 +294,8 @@ class Safest:
     def __str__(self) -> str:
         name, reach = METRICS[self.metric].label, f"{100 * self.reach:.0f} %"
         if not self.loss:
-            return (
-                f"No other beats {self.value} beyond the spread in {name} at any of {self.settings} settings;"
-                f" with {self.other} it can be {reach} above the best one's."
-            )
+            never = f"No other beats {self.value} beyond the spread in {name} at any of {self.settings}"
+            return f"{never} settings; with {self.other} it can be {reach} above the best one's."
         return (
             f"The safest is {self.value}: at {self.good} of {self.settings} settings no other beats it, and its {name}"
             f" is at most {100 * self.loss:.0f} % above the best one's; with {self.other} it can be {reach}."
@@ -536,7 +534,5 @@ def class_text(one: ClassVerdict) -> str:
         verdict += ": a single run of a single point says nothing about chance"
     typical = numbers.error_size(metric, worst.median_error)
     floor = f", noise floor {numbers.error_size(metric, worst.floor)}" if worst.floor is not None else ""
-    return (
-        f"{name}: {verdict} ({metric.label}: typical error {typical}{floor}, worst "
-        f"{numbers.error(metric, worst.worst_error)})."
-    )
+    errors = f"typical error {typical}{floor}, worst {numbers.error(metric, worst.worst_error)}"
+    return f"{name}: {verdict} ({metric.label}: {errors})."

@@ -341,10 +341,9 @@ def fit_log(
         more_s, paused = log_of_pauses(log, replace(found.config, device=fit.device), fit.fitted_on)
         if more_s:
             log, fit = paused, fit_device(paused, found.config, first=first, progress=progress)
-            said = (
-                f"Its client pauses {1e3 * more_s:g} ms longer between an answer and the next request than the reader "
-                "of the log assumes, as the fitted requests show: their first tokens come so much sooner after a step."
-            )
+            shown = "as the fitted requests show: their first tokens come so much sooner after a step"
+            longer = f"{1e3 * more_s:g} ms longer between an answer and the next request"
+            said = f"Its client pauses {longer} than the reader of the log assumes, {shown}."
             found = replace(found, notes=(*found.notes, said))
     other = log_of_cached_prompts(log, found)
     if other is None:

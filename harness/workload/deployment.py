@@ -135,10 +135,8 @@ class PoolShape:
         if self.memory is None:
             return f"set by {self.sized_by}"
         parts = {name: f"{size / 1e9:.2f}" for name, size in asdict(self.memory).items()}
-        words = (
-            f"automatic, on each device {parts['usable']} GB usable - {parts['weights']} weights - "
-            f"{parts['activations']} activations - {parts['other']} other - {parts['graphs']} graphs"
-        )
+        rest = f"{parts['activations']} activations - {parts['other']} other - {parts['graphs']} graphs"
+        words = f"automatic, on each device {parts['usable']} GB usable - {parts['weights']} weights - {rest}"
         return f"{words}; {self.note}" if self.note else words
 
 

@@ -335,10 +335,8 @@ def draw_tradeoff(study: Study, axes: Axes) -> Picture:
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
     side = "measured" if table["measured"].any() else "predicted"
     where = " where it was measured, else predicted" if side == "measured" else ""
-    caption = (
-        f"Every mark is one point ({side}{where}). No other point serves more requests than those named with a lower "
-        "normalized latency (E2E latency / output tokens)."
-    )
+    best = "No other point serves more requests than those named with a lower normalized latency"
+    caption = f"Every mark is one point ({side}{where}). {best} (E2E latency / output tokens)."
     if rates:
         caption += " Right: the axes of the PagedAttention paper (SOSP'23, figure 12)."
     return Drawing("tradeoff", caption, figure, table)
