@@ -347,9 +347,7 @@ def decode_errors(
     shapes: Sequence[grid.TimedShape], machine: AttentionMachine
 ) -> dict[str, dict[str, float]]:
     """Errors of `decode_grid` on shapes that it has not seen, by axis: every other value, then the others."""
-    return grid.left_out_errors(
-        "decode", shapes, grid.DECODE_AXES, lambda kept, _: decode_grid(kept, machine)
-    )
+    return grid.left_out_errors("decode", shapes, grid.DECODE_AXES, lambda few, _: decode_grid(few, machine))
 
 
 def _places(rows: FloatArray, slots: FloatArray) -> FloatArray:

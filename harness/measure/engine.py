@@ -98,9 +98,7 @@ def measure(
     if workload.drawn.survival:
         executor = PinnedEnds(executor, workload.drawn.survival, live)
     same = FixedDurations(executor, step_ns) if step_ns else None
-    identities = {
-        row.request_id: _identity(row, prompts, answers, algorithm) for row in workload.trace.requests
-    }
+    identities = {it.request_id: _identity(it, prompts, answers, algorithm) for it in workload.trace.requests}
     requests = point.requests(lambda row: identities[row.request_id])
     for timed in requests:
         if client is None or timed.request.decoding is not Decoding.beam:

@@ -50,9 +50,7 @@ def _arrivals(axes: "Axes", profile: Profile) -> bool:
     arrivals = profile["arrivals"]
     unit, scale = _time_unit(arrivals["start_s"][-1] if arrivals["start_s"] else 0)
     window = arrivals["window_s"]
-    axes.step(
-        [start / scale for start in arrivals["start_s"]], arrivals["rps"], where="post", color=PALETTE[0]
-    )
+    axes.step([at / scale for at in arrivals["start_s"]], arrivals["rps"], where="post", color=PALETTE[0])
     axes.set(xlabel=f"time ({unit}), windows of {window:,} s", ylabel="requests/s")
     axes.set_ylim(bottom=0)
     _title(axes, profile, "arrivals")

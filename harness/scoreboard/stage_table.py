@@ -161,9 +161,7 @@ def _run(
         )
     with document.placed((*load, "shared_prefix")):
         tokens = [whole(shared, key) for key in ("system_prompt_len", "question_len", "output_len")]
-        counts = [
-            whole(shared, key, 1) for key in ("num_unique_system_prompts", "num_users_per_system_prompt")
-        ]
+        counts = [whole(shared, of, 1) for of in ("num_unique_system_prompts", "num_users_per_system_prompt")]
     rows = [row for row in measured if row["folder"] == name or row["folder"].startswith(f"{name}-")]
     if not rows:
         raise UserError(f"measured_by_stage.csv has no row of {name}, which specifications.json describes")

@@ -8,7 +8,7 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -117,7 +117,8 @@ class Envelope:
             choice["token_ids"] = output.token_ids
         if not self.chat:
             echoes = opens and self.options.echo
-            text = (self._prompt_text(request) if echoes else "") + output.text
+            # with token ids the prompt is in `prompt_token_ids` alone, as in vLLM
+            text = (self._prompt_text(request) if echoes and not self.options.token_ids else "") + output.text
             choice |= self.prompt_fields(request) if opens else {}
             return choice | {
                 "text": text,
@@ -216,10 +217,9 @@ def _finite(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def usage_of(outputs: Sequence[RequestOutput], token_count: Callable[[RequestOutput], int]) -> dict[str, Any]:
-    """The section `usage`: tokens of prompts and of all sequences, and prompt tokens found in the prefix cache."""
+def usage_of(outputs: Sequence[RequestOutput], completion: int) -> dict[str, Any]:
+    """The section `usage`: tokens of prompts and of answers, and prompt tokens found in the prefix cache."""
     prompt = sum(output.metrics.prompt_tokens for output in outputs)
-    completion = sum(token_count(output) for output in outputs)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -278,20 +278,20 @@ async def events(
     ends: dict[int, RequestOutput] = {}
     # by opened sequence: the characters of the tokens whose log-probabilities it has shown
     shown: dict[int, int] = {}
-    generated: dict[int, int] = {}  # tokens of all sequences of a prompt so far
+    generated: dict[int, int] = {}  # by sequence: its tokens so far
     always = asked.include_usage and asked.continuous_usage_stats
 
     def lines(number: int, output: RequestOutput) -> list[str]:
         bodies = []
-        if not envelope.options.hides_output:
-            generated[number] = generated.get(number, 0) + sum(len(one.token_ids) for one in output.outputs)
-        usage = usage_of([output], lambda _: generated.get(number, 0)) if always else None
         for one in output.outputs:
             index = number * width + one.index
-            opens = index not in shown
+            opens, new = index not in shown, 0 if envelope.options.hides_output else len(one.token_ids)
             if envelope.chat and opens:
-                first_body = envelope.body([envelope.opening(index)], None, chunk=True)
+                usage = usage_of([output], 0) if always else None
+                first_body = envelope.body([envelope.opening(index)], usage, chunk=True)
                 bodies.append(first_body | envelope.prompt_fields(output))
+            generated[index] = generated.get(index, 0) + new
+            usage = usage_of([output], generated[index]) if always else None
             choice = envelope.choice(output, one, index, chunk=True, opens=opens)
             before, scores = shown.setdefault(index, 0), choice["logprobs"] or {}
             if "text_offset" in scores:  # which go on from chunk to chunk, as in vLLM
@@ -309,7 +309,7 @@ async def events(
             for line in lines(number, output):
                 yield line
         if asked.include_usage:
-            usage = usage_of(list(ends.values()), envelope.shown_tokens)
+            usage = usage_of(list(ends.values()), sum(map(envelope.shown_tokens, ends.values())))
             yield _event(envelope.body([], usage, chunk=True))
     except Exception as error:
         yield _event(body_of(error)[1])

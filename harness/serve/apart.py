@@ -7,6 +7,7 @@ fork, whose locks it would keep for ever, it is a new interpreter instead. Both 
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -105,8 +106,9 @@ class Apart:
     def _send(self, outbox: "SimpleQueue[Delivery]") -> None:
         with suppress(BrokenPipeError):  # the server has gone
             while True:
-                delivery = outbox.get()
-                self._connection.send(delivery._replace(items=[*map(_light, delivery.items)]))
+                items, _, ended = delivery = outbox.get()
+                ended = None if ended is None else _portable(ended)
+                self._connection.send(delivery._replace(items=[*map(_light, items)], ended=ended))
 
     @contextmanager
     def _signals(self) -> Iterator[list[int]]:
@@ -129,8 +131,20 @@ def _light(item: tuple[int, RequestOutput | Exception]) -> tuple[int, RequestOut
     """An item without the prompt, which the client's side has."""
     number, output = item
     if isinstance(output, RequestOutput):
-        output = replace(output, prompt=None, prompt_token_ids=())
-    return number, output
+        return number, replace(output, prompt=None, prompt_token_ids=())
+    return number, _portable(output)
+
+
+def _portable(error: Exception) -> Exception:
+    """An error as another process can make it: one of a policy, a tokenizer or a library may need more than its text.
+
+    Sending it would end the thread that sends, or the one that reads, and every client would wait for ever.
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _alone() -> bool:

@@ -185,7 +185,7 @@ def _whole(envelope: answers.Envelope, done: Sequence[RequestOutput], width: int
         for number, output in enumerate(done)
         for one in output.outputs
     ]
-    body = envelope.body(choices, answers.usage_of(done, envelope.shown_tokens), chunk=False)
+    body = envelope.body(choices, answers.usage_of(done, sum(map(envelope.shown_tokens, done))), chunk=False)
     return body | envelope.prompt_fields(done[0]) if envelope.chat else body
 
 

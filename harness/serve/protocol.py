@@ -168,8 +168,7 @@ class _Sampling(BaseModel):
                 reason = f"this server knows only {neutral[-1]!r}, found {_short(values[name])}"
                 raise FieldError(name, reason)
         dropped = {*_NEUTRAL, *_WITHOUT_EFFECT}
-        given = {key: value for key, value in values.items() if key not in dropped}
-        return {key: value for key, value in given.items() if value is not None or key == "max_tokens"}
+        return {key: value for key, value in values.items() if key not in dropped and value is not None}
 
     @model_validator(mode="after")
     def _check_stream(self) -> "_Sampling":
@@ -239,7 +238,7 @@ class CompletionRequest(_Sampling):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
-    max_tokens: int | None = 16
+    max_tokens: int = 16
     logprobs: Annotated[int, Field(le=MAX_LOGPROBS)] | None = None
     echo: bool = False
     add_special_tokens: bool = True
@@ -263,7 +262,9 @@ class CompletionRequest(_Sampling):
         if self.echo and self.logprobs is not None:
             scores = max(self.logprobs, scores or 0)
         most = 1 if self.max_tokens == 0 else self.max_tokens
-        return self._sampling_params(most, self.logprobs, scores, defaults)
+        # a checkpoint's number of tokens is for chats alone, as in vLLM
+        others = {name: value for name, value in defaults.items() if name != "max_tokens"}
+        return self._sampling_params(most, self.logprobs, scores, others)
 
     def answer_options(self) -> AnswerOptions:
         """What the answer shows."""

@@ -373,9 +373,7 @@ def _front(panel: "Panel", table: "pd.DataFrame", axes: Axes, scale: float, unit
         panel.plot(best["throughput"], scale * best["latency"], color="#444444", linewidth=0.9,
                    drawstyle="steps-post", label="Pareto front")  # fmt: skip
     for _, one in spread(list(best.iterrows()), _MOST_NAMED):
-        settings = ", ".join(
-            f"{short_label(key)} {one[key]:g}" for key in axes.numeric if one[key] == one[key]
-        )
+        settings = ", ".join(f"{short_label(of)} {one[of]:g}" for of in axes.numeric if one[of] == one[of])
         panel.annotate(
             settings, (one["throughput"], scale * one["latency"]), (0, 7), textcoords="offset points", ha="right",
             fontsize=5.5, color=GREY,

@@ -1,5 +1,6 @@
 """The HTTP server in a process of its own: the same answers, and signals that reach both."""
 
+import multiprocessing
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
 
 import httpx
 import pytest
@@ -131,3 +133,29 @@ def test_what_a_step_counted_stays_as_it_was_while_it_waits_to_be_sent():
     assert [one.counters.steps for one in steps] == [1, 2, 3, 4, 5]
     assert [one.counters.finished["length"] for one in steps] == [0, 0, 0, 0, 1]
     assert [len(output.metrics.gaps_s) for one in steps for _, output in one.items] == [0, 1, 1, 1, 1]
+
+
+class OddError(Exception):
+    """An error of somebody's policy: pickle makes it of its text alone, and fails."""
+
+    def __init__(self, what, where):
+        super().__init__(f"{what} at {where}")
+
+
+def test_an_error_that_the_other_process_cannot_make_still_reaches_the_clients():
+    from engine.runtime.async_engine import Delivery
+    from engine.runtime.engine import EngineCounters
+    from engine.runtime.errors import ParamsError
+    from harness.serve.apart import Apart
+
+    apart, outbox = Apart.__new__(Apart), SimpleQueue()
+    apart._connection, theirs = multiprocessing.Pipe()
+    threading.Thread(target=apart._send, args=(outbox,), daemon=True).start()
+    own = ParamsError("n", "is too many")
+    outbox.put(Delivery([(1, OddError("a", "b")), (2, own)], EngineCounters(), OddError("c", "d")))
+    assert theirs.poll(PATIENCE_S)
+    items, _, ended = theirs.recv()
+    assert [(number, str(error)) for number, error in items] == [(1, "OddError: a at b"), (2, str(own))]
+    assert (type(items[1][1]), items[1][1].field) == (ParamsError, "n")
+    assert str(ended) == "OddError: c at d"
+    theirs.close()

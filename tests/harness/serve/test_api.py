@@ -84,6 +84,18 @@ def test_a_stream_can_have_the_usage_so_far_in_every_chunk(client):
     asked = {"model": "tiny", "prompt": "quick brown", "max_tokens": 6, "temperature": 0}
     chunks = list(client.completions.create(**asked, stream=True, stream_options=options))
     assert [chunk.usage.completion_tokens for chunk in chunks] == [1, 2, 3, 4, 5, 6, 6]
+    talk = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "x"}],
+        "max_tokens": 3,
+        "n": 2,
+        "seed": 1,
+    }
+    chunks = list(client.chat.completions.create(**talk, stream=True, stream_options=options))
+    for index in (0, 1):  # of each sequence, as in vLLM
+        mine = [chunk for chunk in chunks if chunk.choices and chunk.choices[0].index == index]
+        assert [chunk.usage.completion_tokens for chunk in mine] == [0, 1, 2, 3]
+    assert chunks[-1].usage.completion_tokens == 6
 
 
 def test_a_chat_uses_the_template(client, engine):

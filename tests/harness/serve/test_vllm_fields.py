@@ -97,6 +97,13 @@ def test_an_echo_puts_the_prompt_in_front(address):
     assert choice(address, echo=True)["text"] == "the cat sat" + choice(address)["text"]
 
 
+def test_an_echo_beside_token_ids_has_the_prompt_among_them_alone(address, engine):
+    """As in vLLM, which takes the prompt for an empty text then."""
+    found = choice(address, echo=True, return_token_ids=True)
+    assert found["text"] == choice(address)["text"]
+    assert found["prompt_token_ids"] == engine.tokenizer.encode("the cat sat")
+
+
 def test_no_tokens_but_an_echo_score_the_prompt(address, engine):
     """What lm-eval's loglikelihood requests ask for."""
     ids = engine.tokenizer.encode("the cat sat on a mat")
@@ -505,7 +512,10 @@ def test_what_a_client_leaves_out_is_the_checkpoints_default_and_what_it_says_go
         said = post(address, "/v1/completions", prompt="the cat", max_tokens=5).json()
         again = post(address, "/v1/completions", prompt="the cat", max_tokens=5, temperature=0).json()
         talk = post(address, "/v1/chat/completions", messages=[{"role": "user", "content": "hi"}]).json()
-    assert short["usage"]["completion_tokens"] == talk["usage"]["completion_tokens"] == 3
+        none = post(address, "/v1/completions", prompt="the cat", max_tokens=None).json()
+    # vLLM has a number of its own for completions: `normalize_null_max_tokens`
+    assert short["choices"] == none["choices"]
+    assert (short["usage"]["completion_tokens"], talk["usage"]["completion_tokens"]) == (16, 3)
     assert said["choices"] == again["choices"]
     assert said["usage"]["completion_tokens"] == 5
 
