@@ -75,7 +75,7 @@ _PAIR = re.compile(r"\b(\w+)=('[^']*'|\"[^\"]*\"|[^,\s()]+)")
 # What the line of vLLM's whole configuration gives, and calls otherwise than the options.
 _CONFIG_NAMES = {"max_seq_len": "max_model_len", "chunked_prefill_enabled": "enable_chunked_prefill"}
 _CONFIG_KEYS = (
-    *("model", "dtype", "max_seq_len"),
+    *("model", "dtype", "max_seq_len", "speculative_config"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size"),
     *("quantization", "kv_cache_dtype", "enable_prefix_caching", "chunked_prefill_enabled"),
     *("enable_chunked_prefill", "decode_context_parallel_size"),

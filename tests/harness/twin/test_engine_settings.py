@@ -224,6 +224,18 @@ def test_the_room_for_longest_requests_gives_the_pool(served: Path, longest: int
     assert (found.max_model_len, found.tokens_of_pool) == (longest, 16 * (blocks - 1))
 
 
+def test_drafts_in_the_whole_configuration_are_told_apart(served: Path) -> None:
+    """An offline engine prints no line of its arguments."""
+    with (served / "server.log").open("a") as log:
+        log.write(
+            "INFO 11-20 14:03:00 [core.py:106] Initializing a V1 LLM engine (v0.19.0) with config: model='m', "
+        )
+        log.write(
+            "speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3), dtype=auto\n"
+        )
+    assert read_engine_log(served).settings.unmodelled == {"speculative_config": "SpeculativeConfig"}
+
+
 def test_blocks_in_a_log_give_the_pool(served: Path) -> None:
     with (served / "server.log").open("a") as log:
         log.write("INFO 11-20 14:03:00 [executor_base.py:112] # cuda blocks: 2588, # CPU blocks: 2048\n")
