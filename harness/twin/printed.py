@@ -148,8 +148,10 @@ def _said(words: str, where: str) -> Iterator[EngineSettings]:
 def _pairs(
     words: str, wanted: tuple[str, ...] | None = None, names: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """The pairs `name=value` of a line, those that are `wanted`, under other `names`."""
-    found = {name: _plain(value) for name, value in _PAIR.findall(words)}
+    """The pairs `name=value` of a line, those that are `wanted`, under other `names`. Of a name the first one counts:
+    objects behind it may have members that are called so.
+    """
+    found = {name: _plain(value) for name, value in reversed(_PAIR.findall(words))}
     return {(names or {}).get(name, name): found[name] for name in wanted or found if name in found}
 
 

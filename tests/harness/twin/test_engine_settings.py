@@ -231,9 +231,10 @@ def test_drafts_in_the_whole_configuration_are_told_apart(served: Path) -> None:
             "INFO 11-20 14:03:00 [core.py:106] Initializing a V1 LLM engine (v0.19.0) with config: model='m', "
         )
         log.write(
-            "speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3), dtype=auto\n"
+            "speculative_config=SpeculativeConfig(method='mtp', model='draft', num_spec_tokens=3), dtype=auto\n"
         )
-    assert read_engine_log(served).settings.unmodelled == {"speculative_config": "SpeculativeConfig"}
+    found = read_engine_log(served).settings
+    assert (found.model, found.unmodelled) == ("m", {"speculative_config": "SpeculativeConfig"})
 
 
 def test_blocks_in_a_log_give_the_pool(served: Path) -> None:
