@@ -38,6 +38,7 @@ HUB_IDS = {
     "qwen3-next-80b-a3b": "Qwen/Qwen3-Next-80B-A3B-Instruct",
 }
 """The id on the hub of each preset's checkpoint, by `model.name`. OPT-175B is not on the hub, toys are nowhere."""
+_ONE_POOL = (GroupPages.off, GroupPages.uniform)  # of pages that vLLM counts
 _SHAPE = ("family", "layers", "hidden", "heads", "kv_heads", "intermediate", "vocab")
 
 
@@ -66,7 +67,7 @@ def flags_of(config: RunConfig) -> list[str]:
         "max_batched_tokens": scheduler.max_batched_tokens,
         "max_model_len": cache.max_model_len or max_position(model),
         "memory_utilization": f"{device.memory_utilization:g}" if pool.memory else None,
-        "pool_blocks": blocks if not pool.memory and pool.groups is None else None,
+        "pool_blocks": blocks if not pool.memory and cache.groups in _ONE_POOL else None,
         "prefix_caching": cache.prefix_caching,
         "tensor_parallel": device.tensor_parallel if device.tensor_parallel > 1 else None,
         "data_parallel": device.data_parallel if device.data_parallel > 1 else None,

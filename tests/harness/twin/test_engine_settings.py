@@ -120,6 +120,9 @@ def test_the_blocks_of_a_line_that_advise_prints_are_read_back(tmp_path: Path) -
     words = ("measure=false", "device=h100", "model=llama3_8b", "cache.pool_tokens=1600")
     line = serve_line(compose_config([axis.settings[0] for axis in parse_overrides(words)]))
     assert "--num-gpu-blocks-override 101" in line
+    groups = ("model=gpt_oss_20b", "cache.groups=uniform")  # of half of the layers each
+    both = compose_config([axis.settings[0] for axis in parse_overrides((*words, *groups))])
+    assert "--num-gpu-blocks-override 201" in serve_line(both)
     assert settings(tmp_path, "serve.sh", line).pool_blocks == 100
 
 
