@@ -285,12 +285,13 @@ _MOST_TENANTS = 20  # by their prompt tokens; all others together are `OTHERS`
 OTHERS = "(others)"
 
 
-def by_tenant(log: RunLog, tenant_of: Mapping[int, str]) -> dict[str, dict[str, float]]:
+def by_tenant(log: RunLog, tenant_of: Mapping[int, str], pool: int = 0) -> dict[str, dict[str, float]]:
     """What each tenant asks for and gets, the largest first; empty where there are fewer than two, or no rows.
 
     `hit_ratio` is hit tokens / prompt tokens of the scheduled requests, `waiting_mean` seconds from arrival until they
     are scheduled first. `occupancy` is the share of the pool over the span that the finished requests ask for: prompt
-    and half of the output, from first schedule to end; a block that several share counts for each.
+    and half of the output, from first schedule to end; a block that several share counts for each. A replica's `pool`
+    has so many tokens; 0: as many as slots.
     """
     rows = as_floats(log.requests)
     names = np.array([tenant_of.get(int(each), "") for each in rows["request_id"]])
@@ -314,7 +315,7 @@ def by_tenant(log: RunLog, tenant_of: Mapping[int, str]) -> dict[str, dict[str, 
             "prompt_tokens": sizes.get(name, float(rows["prompt_tokens"][own].sum())),
             "hit_ratio": float(rows["hit_tokens"][scheduled].sum() / asked) if asked else 0.0,
             "waiting_mean": float(waits.mean()) if len(waits) else 0.0,
-            "occupancy": float(held_s / (log.capacity_slots * log.replicas * log.span_s))
+            "occupancy": float(held_s / ((pool or log.capacity_slots) * log.replicas * log.span_s))
             if log.span_s
             else 0.0,
         }
@@ -322,12 +323,12 @@ def by_tenant(log: RunLog, tenant_of: Mapping[int, str]) -> dict[str, dict[str, 
 
 
 def tenants_of_sides(
-    logs: Mapping[str, RunLog], tenant_of: Mapping[int, str]
+    logs: Mapping[str, RunLog], tenant_of: Mapping[int, str], pool: int
 ) -> dict[str, dict[str, dict[str, float]]]:
     """`by_tenant` of each side, the first of which is the simulated one; empty with fewer than two tenants."""
     if len(set(tenant_of.values())) < 2 or not len(next(iter(logs.values())).requests["request_id"]):
         return {}
-    return {side: by_tenant(log, tenant_of) for side, log in logs.items()}
+    return {side: by_tenant(log, tenant_of, pool) for side, log in logs.items()}
 
 
 def metrics_of_totals(

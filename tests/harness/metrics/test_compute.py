@@ -223,6 +223,8 @@ def test_tenants_are_told_apart_and_one_alone_is_not(make_log):
         "occupancy": pytest.approx(2 * (20 + 2) * 2.0 / (100 * 10)),
     }
     assert by_tenant(log, {}) == {}
+    halves = by_tenant(log, {0: "b", 1: "a", 2: "b", 3: "a"}, 50)  # two slots a token
+    assert halves["b"]["occupancy"] == pytest.approx(2 * found["b"]["occupancy"])
 
 
 def test_the_smallest_of_many_tenants_are_taken_together(make_log):
