@@ -127,22 +127,26 @@ def tune_grid(words: Sequence[str], slo: Slo, most: int, tell: Callable[[str], N
     Raises:
         UserError: there is no grid, a cell is not allowed, or no run has a figure of the SLO.
     """
-    tell(
-        "all cells are predicted; where this device is not calibrated, that comes first and takes a minute or more"
-    )
+    tell("all cells are predicted; a device that is not calibrated is so first, which takes a minute or more")
     grid = _Grid.of(words)
     yield str(LoadCase(grid.points[0].config, slo, requests=grid.served).scope)
-    scores = [score(slo, one) for one in grid.predicted]
-    if not min(scores) > 0 or any(goal.metric not in one for goal in slo for one in grid.predicted):
-        names = " or ".join(goal.metric for goal in slo)
-        reason = f"--slo: at some cell there is no {names}, or it is 0, so cells cannot be compared by it"
-        raise UserError(reason)
 
     def measure(place: int) -> list[float]:
         tell(f"measuring {grid.points[place].label}")
-        return [score(slo, one) for one in grid.measure(place)]
+        return scores_of(slo, grid.measure(place))
 
-    yield from _said(grid, slo, tune(grid.values, scores, measure, most))
+    yield from _said(grid, slo, tune(grid.values, scores_of(slo, grid.predicted), measure, most))
+
+
+def scores_of(slo: Slo, figures: Sequence[Figures]) -> list[float]:
+    """The scores of cells or runs. Raises UserError where a figure of the SLO is missing or 0."""
+    scores = [score(slo, one) for one in figures]
+    if not min(scores) > 0 or any(goal.metric not in one for goal in slo for one in figures):
+        names = " or ".join(goal.metric for goal in slo)
+        raise UserError(
+            f"--slo: somewhere there is no {names}, or it is 0, so cells cannot be compared by it"
+        )
+    return scores
 
 
 def _said(grid: _Grid, slo: Slo, found: Tuned) -> list[str]:
@@ -225,7 +229,8 @@ def _shared(values: Sequence[Sequence[Any]]) -> FloatArray:
     """`[axes, cells, cells]`: 1 where two cells have the same value of an axis that varies."""
     columns = [np.array([str(value) for value in column]) for column in zip(*values, strict=True)]
     varying = [column for column in columns if len(set(column)) > 1]
-    return np.array([column[:, None] == column[None, :] for column in varying], dtype=np.float64)
+    found = np.array([column[:, None] == column[None, :] for column in varying], dtype=np.float64)
+    return found.reshape(len(varying), len(values), len(values))
 
 
 def _judged(logs: FloatArray, shared: FloatArray, cells: Sequence[Cell]) -> tuple[Tuned, FloatArray]:

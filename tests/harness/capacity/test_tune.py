@@ -13,9 +13,10 @@ import pytest
 from tiers import cases
 
 from harness.capacity.slo import parse_slo
-from harness.capacity.tune import Tuned, regret_words, score, tune
+from harness.capacity.tune import Tuned, regret_words, score, scores_of, tune
 from harness.cli.main import main
 from harness.cli.workload import case_of
+from harness.config.errors import UserError
 from harness.config.schema import ReplayMode
 
 GRIDS = json.loads((Path(__file__).parents[2] / "data" / "measured_grids.json").read_text())
@@ -51,6 +52,17 @@ def test_the_choice_of_few_measured_cells_is_as_good_as_it_says(grid: str, slo: 
 def test_no_cell_is_measured_twice_and_no_more_than_asked() -> None:
     found, _ = tuned(next(iter(GRIDS["grids"])), "e2e_p90<1", most=2)
     assert len({cell.place for cell in found.cells}) == len(found.cells) == 2
+
+
+def test_one_cell_that_is_left_is_the_best() -> None:
+    found = tune([["16"]], [1.0], lambda _: [1.0, 1.1], 3)
+    assert (found.place, found.regret, len(found.cells)) == (0, 0.0, 1)
+
+
+@pytest.mark.parametrize("figures", [{"queue_mean": 0.0}, {}])
+def test_a_run_whose_figure_is_missing_or_0_is_refused(figures: dict[str, float]) -> None:
+    with pytest.raises(UserError, match="--slo: somewhere there is no queue_mean, or it is 0"):
+        scores_of(parse_slo("queue_mean<1"), [{"queue_mean": 0.1}, figures])
 
 
 def test_a_prediction_that_is_wrong_by_a_factor_is_corrected_by_the_first_cells() -> None:
