@@ -147,7 +147,7 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
     offloaded, assumed = (said(settings, chosen, config) for said in (_offloaded, _assumed))
     slots = deployment_of(config).pool
-    beside = f"Warning: {slots.note}." if settings.engine == "vllm" and slots.window and slots.note else ""
+    beside = f"Warning: {slots.note}." if _has_groups(settings) and slots.window and slots.note else ""
     warnings = *log.warnings, offloaded, *others, assumed, "" if pool else mixed, beside
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
 
@@ -235,6 +235,11 @@ def _own(settings: EngineSettings) -> list[str]:
     return words
 
 
+def _has_groups(settings: EngineSettings) -> bool:
+    """Whether layers that keep different things lie in groups."""
+    return settings.engine == "vllm" and settings.unmapped.get("disable_hybrid_kv_cache_manager") != "True"
+
+
 def _of_all_layers(settings: EngineSettings, config: RunConfig) -> tuple[EngineSettings, str]:
     """The settings with the pool in tokens of all layers, and a warning where the log does not give it.
 
@@ -243,8 +248,7 @@ def _of_all_layers(settings: EngineSettings, config: RunConfig) -> tuple[EngineS
     """
     shape, size = model_shape(config.model), settings.block_size or config.cache.block_size
     plain = not (shape.windowed_layers or shape.state_layers)
-    one_pool = settings.unmapped.get("disable_hybrid_kv_cache_manager") == "True"
-    if settings.engine != "vllm" or plain or one_pool:
+    if plain or not _has_groups(settings):
         return settings, ""
     if settings.pool_blocks is not None:
         page = uniform_layout(layer_sets(shape), size).groups[0].page_bytes

@@ -54,7 +54,9 @@ def test_pages_of_a_group_of_layers_are_a_part_of_the_pool(recorded: EngineLog) 
     assert found.config.cache.pool_tokens == 2588 * 16 // 2
     assert any("windowed layers keep every block" in warning for warning in found.warnings)
     one = with_settings(said, unmapped={"disable_hybrid_kv_cache_manager": "True"})
-    assert configured(one, ("device=h100",)).config.cache.pool_tokens == 2588 * 16
+    whole = configured(one, ("device=h100",))
+    assert whole.config.cache.pool_tokens == 2588 * 16
+    assert not any("windowed layers keep every block" in warning for warning in whole.warnings)
 
 
 def test_a_what_if_keeps_the_memory_of_pages_in_groups(recorded: EngineLog) -> None:
