@@ -28,9 +28,15 @@ def shipped() -> dict[str, ast.Module]:
     return {str(file.relative_to(ROOT)): ast.parse(file.read_text(encoding="utf-8")) for file in files}
 
 
+@cache
+def walked(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a tree: several rules look at them, and finding them takes longer than looking."""
+    return tuple(ast.walk(tree))
+
+
 def functions(tree: ast.Module) -> Iterator[tuple[str, int]]:
     """(name, lines of the body without the docstring) of every function of a file."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.body[1:] if ast.get_docstring(node) is not None else node.body
             yield node.name, (node.end_lineno or 0) - body[0].lineno + 1 if body else 0
@@ -41,7 +47,7 @@ def code_lines(text: str, tree: ast.Module) -> int:
     stripped = enumerate((line.strip() for line in text.split("\n")), 1)
     lines = {number for number, line in stripped if line and not line.startswith("#")}
     described = set[int]()
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Constant | ast.JoinedStr):
             lines |= {
                 *range(node.lineno + 1, (node.end_lineno or 0) + 1)
@@ -83,7 +89,7 @@ def test_functions_are_short() -> None:
 def test_no_public_class_name_stands_twice() -> None:
     places: dict[str, list[str]] = {}
     for file, tree in shipped().items():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(file)
     assert {name: files for name, files in places.items() if len(files) > 1} == {}
@@ -144,7 +150,7 @@ def test_actions_of_ci_are_named_by_commit() -> None:
 
 def _private_names(tree: ast.Module) -> Iterator[str]:
     """Private names that a file takes from an object or a module: `x._name`, `from a._b import _c`."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Attribute):
             yield node.attr
         elif isinstance(node, ast.ImportFrom) and not node.level:
@@ -153,7 +159,7 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 
 def _own_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
+    for node in walked(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 yield name

@@ -49,6 +49,7 @@ def test_five_percent_slower_is_found_at_two_percent_noise() -> None:
     assert share(found, GateVerdict.passed) <= 0.01
 
 
+@pytest.mark.nightly
 def test_too_much_noise_is_inconclusive_and_no_guess() -> None:
     found = verdicts(0.0, 0.20, seed=4, trials=tier(30, 100))
     assert share(found, GateVerdict.inconclusive) >= 0.95

@@ -148,6 +148,7 @@ def draw_alone(monkeypatch, *names):
     monkeypatch.setattr("harness.report.write.FIGURES", {**FIGURES, **rest})
 
 
+@pytest.mark.nightly
 def test_simulation_only_says_why_there_is_no_measured_side(tmp_path, monkeypatch):
     draw_alone(monkeypatch, "errors", "agreement", "levels")
     text = text_of(write_report(write_store(tmp_path, [ONE, TWO], measure=False)))

@@ -140,6 +140,7 @@ def test_a_damaged_record_that_is_not_shown_is_named(reported: Path, tmp_path: P
     assert (corrected.total, corrected.absent) == (15, 1)
 
 
+@pytest.mark.nightly
 def test_parts_that_are_read_in_several_processes_give_the_same_files(
     reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

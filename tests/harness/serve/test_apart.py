@@ -100,6 +100,7 @@ def test_at_a_fork_no_thread_lives_but_the_main_one():
     subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
+@pytest.mark.nightly
 def test_beside_a_thread_the_process_is_no_fork():
     """The thread may hold a lock, which a fork would keep for ever."""
     from harness.serve.apart import Apart

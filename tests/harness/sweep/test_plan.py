@@ -317,6 +317,7 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
 
 
+@pytest.mark.nightly
 def test_points_that_are_planned_in_several_processes_are_the_same(
     monkeypatch: pytest.MonkeyPatch, in_processes: None
 ) -> None:
