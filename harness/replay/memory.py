@@ -3,6 +3,7 @@
 `KvEvents`, `Lookups` and `Residencies` are of a prefix cache, `Wastes` of layers in groups.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -73,7 +74,7 @@ class KvEvents(MemoryObserver):
 
     def _event(self, event: CacheEvent) -> schema.KvEvent:
         if isinstance(event, BlocksRemoved):
-            return schema.BlockRemoved([_published(one) for one in event.hashes])
+            return schema.BlockRemoved([_published(one) for one in event.hashes], group_idx=0)
         if not isinstance(event, BlocksStored):
             return schema.AllBlocksCleared()
         origin = event.origin
@@ -86,6 +87,7 @@ class KvEvents(MemoryObserver):
             self._block_size,
             origin.adapter,
             extra if any(extra) else None,
+            group_idx=0,
         )
 
 
@@ -96,9 +98,14 @@ def _extra_keys(origin: BlockOrigin, block: int, items: Sequence[tuple[str, int]
     return [*adapter, *map(list, items), *salt] or None
 
 
-def _published(block_hash: BlockHash) -> bytes:
+def _published(block_hash: BlockHash) -> schema.EventHash:
+    """A hash as vLLM publishes it (`maybe_convert_block_hash`): its last 64 bits, or, where the environment says so,
+    all of it.
+    """
     assert isinstance(block_hash, bytes)  # private blocks, whose hashes are numbers, are not reported
-    return block_hash
+    if os.environ.get("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1") == "0":
+        return block_hash
+    return int.from_bytes(block_hash[-8:], "big")
 
 
 class Lookups(MemoryObserver):

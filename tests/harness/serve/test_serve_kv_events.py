@@ -15,6 +15,7 @@ from engine.core import KeyIdentity, PagedManager, Request, Scheduler, Scheduler
 from harness.cli.main import main
 from harness.config.errors import ConfigError, UserError
 from harness.oracle.check import vllm_version
+from harness.replay import memory
 from harness.serve import kv_events
 from harness.serve.kv_events import KvEventPublisher
 from harness.trace.capture import Captured, capture
@@ -119,6 +120,16 @@ def test_stored_blocks_have_their_parent_and_tokens(server: Server) -> None:
     assert list(stored[0].token_ids) == PROMPTS[0][:24]
     assert stored[1].parent_block_hash == stored[0].block_hashes[1]
     assert list(stored[1].token_ids) == PROMPTS[1][16:32]
+
+
+def test_hashes_and_groups_are_those_of_vllm(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default vLLM publishes 64 bits of a hash, as a number, and the group of layers, which is one here."""
+    events = [event for batch in server.batches() for event in batch.events if isinstance(event, BlockStored)]
+    assert all(0 <= one < 2**64 for event in events for one in event.block_hashes)
+    assert {event.group_idx for event in events} == {0}
+    assert memory._published(bytes(range(32))) == int.from_bytes(bytes(range(32)), "big") & (2**64 - 1)
+    monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
+    assert memory._published(b"abc") == b"abc"
 
 
 def test_an_emptied_cache_is_reported(server: Server) -> None:
