@@ -435,7 +435,7 @@ def _prompt_list(prompts: Any) -> list[Any]:
         raise PromptError(
             f"prompts are texts, lists of token ids, or mappings with one of them, not {prompts!r}"
         )
-    each: list[Any] = list(prompts)
+    each: list[Any] = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     return [each] if each and all(map(is_whole, each)) else each
 
 

@@ -135,9 +135,17 @@ class EngineOptions:
         if self.groups == GroupPages.off and self.prefix_match_unit not in (None, self.block_size):
             reason = "with one group of layers hits end with its blocks; leave it out, or set groups=uniform"
             raise EngineOptionError(f"prefix_match_unit: {self.prefix_match_unit}, {reason}")
-        share = self.gpu_memory_utilization
-        if not isinstance(share, int | float) or not 0 < share <= 1:
-            raise EngineOptionError(f"gpu_memory_utilization: {share!r} is not above 0 and at most 1")
+        for name, fits, wanted in (
+            *((name, isinstance(getattr(self, name), bool), "True or False") for name in _FLAGS),
+            ("pack_weights", isinstance(self.pack_weights, bool | None), "True, False or None"),
+            ("seed", isinstance(self.seed, Integral), "a whole number"),
+            ("limits", isinstance(self.limits, SchedulerLimits | None), "SchedulerLimits"),
+            ("scheduler", self.scheduler is None or callable(self.scheduler), "a function"),
+            ("gpu_memory_utilization", _lies(self.gpu_memory_utilization, 1), "above 0 and at most 1"),
+            ("temperature", _lies(self.temperature, 2**31), "a number above 0"),
+        ):
+            if not fits:  # a text such as "false" would count as True
+                raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not {wanted}")
         for name, kind in _CHOICES:
             if getattr(self, name) not in tuple(kind):
                 raise EngineOptionError(f"{name}: {getattr(self, name)!r} is not one of {', '.join(kind)}")
@@ -153,6 +161,12 @@ class EngineOptions:
         return self.block_size if CachePolicy(self.cache) is CachePolicy.paged else 1
 
 
+def _lies(value: object, most: float) -> bool:
+    """Whether a value is a number above 0, and at most `most`."""
+    return isinstance(value, int | float) and 0 < value <= most
+
+
+_FLAGS = ("prefix_caching", "copy_at_fork", "behind_first", "cuda_graphs")
 _CACHE_COUNTS = ("retention_interval", "prefix_match_unit", "state_every")
 _OPTIONAL_COUNTS = ("pool_tokens", "kv_cache_memory_bytes", *_CACHE_COUNTS)
 _COUNTS = ("host_blocks", "tier_blocks", "block_size", "audit_every", "draft_tokens")
@@ -227,9 +241,7 @@ VLLM_NAMES: Mapping[str, str] = {
 }
 """vLLM's names of options, by ours: those of the engine, of the configuration and of a deployment's settings."""
 _KNOWN = {field.name for field in fields(EngineOptions)}
-_LIMITS = {
-    VLLM_NAMES[field.name]: field.name for field in fields(SchedulerLimits) if field.name in VLLM_NAMES
-}
+_LIMITS = {VLLM_NAMES[one.name]: one.name for one in fields(SchedulerLimits) if one.name in VLLM_NAMES}
 _RENAMED = {theirs: ours for ours, theirs in VLLM_NAMES.items() if ours in _KNOWN}
 _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for nothing that is not done anyway
     name: values
@@ -280,7 +292,7 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
             renamed = _VALUES.get(_RENAMED[name], {})
             ours[_RENAMED[name]] = renamed.get(value, value) if isinstance(value, str) else value
         elif name == "enforce_eager":
-            ours["cuda_graphs"] = not value
+            ours["cuda_graphs"] = not value if isinstance(value, bool) else value
         elif name == "num_gpu_blocks_override":
             if not isinstance(value, int | None):
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number")

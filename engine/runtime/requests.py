@@ -214,7 +214,7 @@ def check_choices(
         hidden |= params.rules(end_ids).end_ids
     choices = set(changes.allowed) if changes.allowed else set(range(vocab_size))
     if choices <= hidden:
-        wrong = "allowed_token_ids" if changes.allowed else "bad_words"
+        wrong = "allowed_token_ids" if changes.allowed else "bad_words" if bad_words else "min_tokens"
         raise ParamsError(wrong, "bad_words and min_tokens may leave no token to choose")
 
 

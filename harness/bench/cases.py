@@ -145,9 +145,7 @@ def presets() -> dict[str, Any]:
 def preset(name: str) -> list[KernelCase]:
     """The cases of a prepared grid."""
     found = presets()[name]
-    every, *grids = (
-        dict(pair.split("=") for pair in line.split()) for line in (found["every"], *found["grids"])
-    )
+    every, *grids = (dict(it.split("=") for it in line.split()) for line in (found["every"], *found["grids"]))
     cases = unique(case for grid in grids for case in expand(_axes(every | grid)))
     if not found.get("spread"):
         return cases

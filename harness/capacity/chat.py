@@ -312,9 +312,7 @@ def _difference(earlier: LoggedChat, one: LoggedChat, broken: int) -> tuple[str,
     said = [json.dumps(each.messages[broken - 1], ensure_ascii=False) for each in (earlier, one)]
     at = sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*said, strict=False)))
     cause = f"a number, date or identifier in the {message['role']} message (number {broken})"
-    return cause, " against ".join(
-        f"'{one_line(each[max(0, at - _AROUND) : at + _AROUND])}'" for each in said
-    )
+    return cause, " against ".join(f"'{one_line(one[max(0, at - _AROUND) : at + _AROUND])}'" for one in said)
 
 
 def _name(tool: Message) -> str:

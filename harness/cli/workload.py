@@ -317,9 +317,7 @@ def _source(source: Path, words: list[str]) -> _Source:
         name, record = next(iter(records.items()))
         keys = [axis.key for axis in run_request(words).axes]
         typed = *(f"{key}=" for key in keys), *(f"{key}." for key in keys if key in groups())
-        kept = (
-            word for word in record.overrides if not word.startswith(("out=", "report.", "measure=", *typed))
-        )
+        kept = (it for it in record.overrides if not it.startswith(("out=", "report.", "measure=", *typed)))
         return _of_trace([*of_a_file(kept, f"the record of {name} in {source}", source), *words])
     written = source / "workload.jsonl"
     if written.is_file() and ((source / "summary.md").is_file() or len(list(source.iterdir())) == 1):

@@ -114,9 +114,7 @@ def table_text(baseline: Path) -> str:
     """The table made from a baseline of the resource gate."""
     cases = json.loads(baseline.read_text(encoding="utf-8"))["cases"]
     shape = {"rows": ROWS, "slots": SLOTS, "heads": HEADS, "kv_heads": KV_HEADS, "dim": DIM}
-    rows = (
-        f"{gpu},{width},{size},{ratio:.4f},{limit}\n" for gpu, width, size, ratio, limit in rows_of(cases)
-    )
+    rows = (f"{gpu},{width},{size},{ratio:.4f},{top}\n" for gpu, width, size, ratio, top in rows_of(cases))
     return _HEAD.format(source=f"results/baselines/{baseline.name}", **shape) + "".join(rows)
 
 

@@ -276,9 +276,7 @@ def compute_metrics(log: RunLog, of_steps: Totals | None = None) -> dict[str, fl
     if log.waste is None:
         return found
     seconds, waste = log.steps["seconds"], log.waste
-    return found | waste_shares(
-        {name: float(waste[name].astype(np.float64) @ seconds) for name in WASTE_COLUMNS}
-    )
+    return found | waste_shares({of: float(waste[of].astype(np.float64) @ seconds) for of in WASTE_COLUMNS})
 
 
 _MOST_TENANTS = 20  # by their prompt tokens; all others together are `OTHERS`

@@ -95,8 +95,9 @@ def test_an_array_is_one_prompt(model_of):
     from engine.runtime.params import SamplingParams
 
     llm, params = LLM(model_of(), pool_tokens=256), SamplingParams(max_tokens=3, temperature=0)
-    ours, theirs = llm.generate([5, 6, 7], params), llm.generate(np.array([5, 6, 7]), params)
-    assert ours[0].outputs[0].token_ids == theirs[0].outputs[0].token_ids
+    ours = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    for array in (np.array([5, 6, 7]), torch.tensor([5, 6, 7]), torch.tensor([[5, 6, 7]])):
+        assert llm.generate(array, params)[0].outputs[0].token_ids == ours
 
 
 @pytest.mark.parametrize(
@@ -137,6 +138,17 @@ def test_a_wrong_request_ends_nobody_elses(wrong, model_of, prompts):
         ("tensor_parallel_size", 2),
         ("quantization", "awq"),
         ("scheduling_policy", "random"),
+        ("prefix_caching", "false"),
+        ("copy_at_fork", "no"),
+        ("behind_first", 3),
+        ("cuda_graphs", None),
+        ("pack_weights", "no"),
+        ("seed", "a"),
+        ("seed", 1.5),
+        ("temperature", -1),
+        ("temperature", float("nan")),
+        ("limits", {"max_running": 3}),
+        ("scheduler", "x"),
         ("num_gpu_blocks_override", "many"),
         ("num_gpu_blocks_override", 2.5),
     ],
@@ -170,6 +182,26 @@ def test_vllms_names_of_options_are_understood(model_of):
     # vLLM counts its null block, which holds no token
     assert (llm.engine.capacity.blocks, llm.engine.options.block_size) == (19, 8)
     assert (llm.engine.options.prefix_caching, llm.engine.options.cuda_graphs) == (False, False)
+
+
+@pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager"])
+def test_a_text_is_no_flag_under_vllms_name_either(name, model_of):
+    """`"false"` would count as True."""
+    from engine.runtime.errors import EngineOptionError
+    from engine.runtime.llm import LLM
+
+    with pytest.raises(EngineOptionError, match="'false' is not True or False"):
+        LLM(model_of(), **{name: "false"})
+
+
+def test_min_tokens_that_leave_no_token_are_named(model_of):
+    from engine.runtime.errors import ParamsError
+    from engine.runtime.llm import LLM
+    from engine.runtime.params import SamplingParams
+
+    params = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=range(512))
+    with pytest.raises(ParamsError, match="min_tokens: bad_words and min_tokens may leave"):
+        LLM(model_of(), pool_tokens=256).generate([5, 6, 7], params)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
