@@ -96,9 +96,7 @@ def _command(flags: argparse.Namespace, overrides: tuple[str, ...]) -> str:
 
 
 def _add_claims(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "claim", nargs="*", metavar="CLAIM", help="like S0.21, or S0 for a lesson; default: all"
-    )
+    parser.add_argument("claim", nargs="*", metavar="CLAIM", help="S0.21, or S0 for a lesson; default: all")
     parser.add_argument(
         "--verdict",
         choices=("right", "condition", "wrong", "open", "none"),

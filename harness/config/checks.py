@@ -81,9 +81,7 @@ def check_eviction(config: RunConfig) -> Iterator[ConfigError]:
         reason = f"found {cache.tier_chunk} beside tier_store=evicted: the pool evicts single blocks"
         yield ConfigError("cache.tier_chunk", reason)
     if cache.tier_tokens and cache.tier_overlap and (config.measure or config.device.name == "cpu"):
-        reason = (
-            "found true, but our engine copies before it computes, and a CPU's cores do both; leave it out"
-        )
+        reason = "found true, but our engine copies before it computes, and a CPU's cores do both: omit it"
         yield ConfigError("cache.tier_overlap", reason)
     for key, tokens in (("cache.tier_tokens", cache.tier_tokens), ("cache.disk_tokens", cache.disk_tokens)):
         if 0 < tokens < (cache.tier_chunk or cache.block_size):
@@ -331,9 +329,7 @@ def _states(config: RunConfig) -> Iterator[ConfigError]:
     """Layers with a recurrent state beside those of attention."""
     model, cache = config.model, config.cache
     if bool(model.state_layers) != bool(model.state_bytes):
-        reason = (
-            f"found {model.state_bytes} with model.state_layers={model.state_layers}; set both, or neither"
-        )
+        reason = f"found {model.state_bytes} with model.state_layers={model.state_layers}; set both or none"
         yield ConfigError("model.state_bytes", reason)
     if not model.state_layers:
         return

@@ -284,9 +284,7 @@ def check_cost(deployment: Deployment) -> None:
     folder = calibration_path(deployment).parent  # checked early, because calibrating takes long
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        reason = (
-            f"the calibration cannot be kept in {folder}: {there} is not a writable folder; choose another"
-        )
+        reason = f"the calibration cannot be kept in {folder}: {there} is no writable folder; choose another"
         raise ConfigError("cost.cache_dir", reason)
 
 

@@ -388,9 +388,7 @@ def tables_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, Tab
 def files_of(simulated: RunLog, runs: "Sequence[MeasuredRun]") -> dict[str, bytes]:
     """Files that a point keeps beside its tables, by name: the KV events of each run where they were kept."""
     logs = {"simulated": simulated, **{f"measured_{number}": run.log for number, run in enumerate(runs)}}
-    return {
-        f"kv_events_{name}.msgpack": log.kv_events for name, log in logs.items() if log.kv_events is not None
-    }
+    return {f"kv_events_{of}.msgpack": it.kv_events for of, it in logs.items() if it.kv_events is not None}
 
 
 def _stacked(parts: Sequence[tuple[str, int, Mapping[str, Any]]]) -> Table:

@@ -85,9 +85,7 @@ class BranchEnds:
             if request.decoding is Decoding.sample and request_id not in self._due:
                 self._due[request_id] = self._ends(request)
                 self._generated[request_id] = 0
-        sampled = dict.fromkeys(
-            [*plan.steady_ids, *(row.request_id for row in plan.other_rows if row.samples)]
-        )
+        sampled = dict.fromkeys([*plan.steady_ids, *(it.request_id for it in plan.other_rows if it.samples)])
         return {rid: ends for rid in sampled if rid in self._due and (ends := self._advance(rid))}
 
     def _ends(self, request: Request) -> dict[int, list[int]]:

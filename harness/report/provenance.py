@@ -361,9 +361,7 @@ def divergence_lines(records: Sequence[PointRecord]) -> list[str]:
     if not found:
         return []
     equal = median(levels["divergence"]["equal_steps"] for levels in found)
-    lines = [
-        f"Schedules: {100 * equal:.0f} % of the steps have the measured composition (median over points)."
-    ]
+    lines = [f"Schedules: {100 * equal:.0f} % of steps have the measured composition (median over points)."]
     hints = [levels["suspect"] for levels in found if (levels.get("suspect") or {}).get("feature")]
     if hints:
         worst = max(hints, key=lambda hint: float(hint["explained"]))

@@ -205,9 +205,7 @@ def detail_table(record: PointRecord) -> Table:
                 numbers.error_size(metric, row["spread"]),
             ]
         )
-    return Table(
-        head, rows, title=f"All metrics of one point: {plain_words(record.point_label)}", folded=True
-    )
+    return Table(head, rows, title=f"All metrics of a point: {plain_words(record.point_label)}", folded=True)
 
 
 def tenants_table(record: PointRecord) -> Table | None:

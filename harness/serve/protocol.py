@@ -28,7 +28,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
     "best_of": (None, 1),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
-    "store": (None, False),
+    **dict.fromkeys(("store", "return_weight_versions", "watermarking"), (None, False)),
+    "vllm_xargs": (None, {}),
+    "spaces_between_special_tokens": (None, True),
     "parallel_tool_calls": (None, True, False),  # says nothing without tools
     "reasoning_effort": (None, "none"),
 }
@@ -36,7 +38,7 @@ MAX_DIGITS = 18  # of a token id in text
 MAX_SALT = 1024  # characters
 MAX_SHOWN = 80  # characters of a wrong value in a message
 _SAMPLING = [field.name for field in fields(SamplingParams)]
-_WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key")
+_WITHOUT_EFFECT = ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "session_id")
 
 
 class FieldError(ValueError):
@@ -289,6 +291,14 @@ class Message(BaseModel):
     content: str | list[TextPart] | None = None
     name: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nothing(cls, values: Any) -> Any:
+        """Drop what a client sends back of an answer that had none of it: a refusal, calls of tools."""
+        return (
+            {k: one for k, one in values.items() if one not in (None, [])} if type(values) is dict else values
+        )
+
     def plain(self) -> dict[str, str]:
         """The message in the form that chat templates take."""
         content = self.content or ""
@@ -310,7 +320,7 @@ class ChatRequest(_Sampling):
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "only with logprobs=true")
         return self
 

@@ -64,6 +64,20 @@ def test_an_output_ends_where_the_sequence_does_and_one_of_more_tokens_than_that
         assert fits.json()["usage"]["total_tokens"] == 128
 
 
+def test_what_asks_for_nothing_is_taken(address):
+    neutral = {"spaces_between_special_tokens": True, "vllm_xargs": {}, "session_id": "mine"}
+    assert choice(address, **neutral) == choice(address)
+    said = [{"role": "user", "content": "hi"}]
+    before = {"role": "assistant", "content": "ho", "refusal": None, "tool_calls": [], "audio": None}
+    for talk in ([*said, before, *said], [*said, before | {"annotations": []}, *said]):
+        asked = {"messages": talk, "max_tokens": 2, "top_logprobs": 0}
+        assert post(address, "/v1/chat/completions", **asked).status_code == 200
+    calls = [before | {"tool_calls": [{"id": "a"}]}, *said]
+    wrong = post(address, "/v1/chat/completions", messages=calls)
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "messages")
+    assert post(address, "/v1/completions", prompt="x", vllm_xargs={"a": 1}).status_code == 400
+
+
 def test_a_client_names_its_answer(address):
     body = {"prompt": "the cat", "max_tokens": 2}
     headers = {"X-Request-Id": "mine"}
