@@ -118,7 +118,8 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     settings = with_vllm_defaults(settings, memory_gb=first.device.memory_gb, device=first.device.name)
     settings, mixed = _of_all_layers(settings, first)
     pool = _POOL if chosen & _POOL else set()  # one key of the pool replaces the other
-    own = [word for word in _own(settings) if word.partition("=")[0] not in chosen | pool]
+    logged = _own(settings, chosen | {word.partition("=")[0] for word in model})
+    own = [word for word in logged if word.partition("=")[0] not in chosen | pool]
     if settings.engine == "sglang" and settings.async_scheduling is None and _AHEAD not in chosen:
         own.append(f"{_AHEAD}=true")  # its default
     own = [*of_a_file([*device, *model, *own], f"the log of {log.name}")]
@@ -138,14 +139,14 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     if crowded and "scheduler.max_running" not in chosen:
         raise UserError(f"{crowded}; set scheduler.max_running to that of this run")
     kept = {word.lstrip("+") for word in overrides} | set(own)
-    gone = (word.partition("=") for word in _own(settings) if word not in kept)
+    gone = (word.partition("=") for word in logged if word not in kept)
     replaced = {key: value for key, _, value in gone}  # the log's values
     notes = [f"{crowded}, as you set them."] if crowded else []
     notes += [*_contradictions(settings, replaced, config, chosen), *_notes(settings, chosen, config)]
     idle = idle_words(overrides, asked, config)
     unheard = f"Warning: {idle}." if idle else ""
     others = (unheard, scheduler, _other_client(log, config), log.lost, _inferred(settings, replaced))
-    offloaded, assumed = (said(settings, chosen, config) for said in (_offloaded, _assumed))
+    offloaded, assumed = (words_of(settings, chosen, config) for words_of in (_offloaded, _assumed))
     slots = deployment_of(config).pool
     beside = f"Warning: {slots.note}." if _has_groups(settings) and slots.window and slots.note else ""
     warnings = *log.warnings, offloaded, *others, assumed, "" if pool else mixed, beside
@@ -219,19 +220,17 @@ def _crowded(log: EngineLog, config: RunConfig) -> str:
     )
 
 
-def _own(settings: EngineSettings) -> list[str]:
+def _own(settings: EngineSettings, chosen: set[str]) -> list[str]:
     words = list(settings.overrides())
     words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
     words.append(f"device.data_parallel={settings.data_parallel or 1}")
     if settings.expert_parallel and (settings.tensor_parallel or 1) * (settings.data_parallel or 1) > 1:
         words.append("device.expert_parallel=true")
-    if settings.quantization is not None:
-        if settings.quantization not in _WEIGHTS:
-            raise UserError(
-                f"the engine's quantization is {settings.quantization}, which does not say how wide the weights are; "
-                "name it, as model.weight_dtype=fp8 (or int4, int8, mxfp4)"
-            )
+    if settings.quantization in _WEIGHTS:
         words.append(f"model.weight_dtype={_WEIGHTS[settings.quantization]}")
+    elif settings.quantization is not None and not chosen & {"model.weight_dtype", "model.path"}:
+        what = f"the engine's quantization is {settings.quantization}, which does not say how wide the weights are"
+        raise UserError(f"{what}; name it, as model.weight_dtype=fp8 (or int4, int8, mxfp4)")
     return words
 
 

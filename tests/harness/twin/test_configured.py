@@ -124,6 +124,12 @@ def test_tensor_parallel_and_quantised_weights_are_configured(recorded: EngineLo
     assert found.model.weight_dtype == "fp8"
 
 
+def test_weights_of_an_unknown_quantiser_are_as_wide_as_the_user_says(recorded: EngineLog) -> None:
+    said = with_settings(recorded, quantization="compressed-tensors")
+    found = configured(said, ("device=h100", "model.weight_dtype=int8")).config.model
+    assert found.weight_dtype == "int8"
+
+
 @pytest.mark.parametrize(
     ("values", "overrides", "said"),
     [
