@@ -48,7 +48,7 @@ BYTES = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 WINDOWS_KEPT = (
     "windowed layers keep every block, as in vLLM with --disable-hybrid-kv-cache-manager; by default vLLM frees blocks "
-    "beyond a window, so its pool holds more (cache.groups=uniform predicts that)"
+    "beyond a window, so its pool holds more (cache.groups=uniform without asynchronous scheduling predicts that)"
 )
 _TIERS = (
     "copies beside a step take up to {:.1%} of the memory's bandwidth each way, which is not priced, and no step waits "
