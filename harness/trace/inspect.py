@@ -126,9 +126,7 @@ def add_inspect(actions: "Actions") -> None:
     parser.add_argument("--out", metavar="DIR", help="draw pictures (SVG and PNG) into this folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--block-sizes", metavar="B,B", help="in tokens; default: what the trace can show")
-    parser.add_argument(
-        "--model", metavar="M", help="also say how much KV memory this model needs (conf/model)"
-    )
+    parser.add_argument("--model", metavar="M", help="also say what KV memory this model needs (conf/model)")
 
 
 def run_inspect(flags: argparse.Namespace) -> int:
@@ -187,8 +185,8 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
         },
     }
     if model is not None:
-        each = _kv_bytes(model)
-        found[f"KV memory, {model}"] = {
+        each, left_out = _kv_bytes(model)
+        found[f"KV memory, {model}{left_out}"] = {
             "a token": f"{each:,} bytes",
             "a sequence at its end, mean": f"{each * float(lengths.final_tokens.mean()) / 1e9:.3f} GB",
             "the longest sequence": f"{each * longest / 1e9:.3f} GB",
@@ -197,13 +195,16 @@ def memory_answers(trace: "Trace", sizes: list[int], model: str | None) -> dict[
     return found
 
 
-def _kv_bytes(model: str) -> int:
+def _kv_bytes(model: str) -> tuple[int, str]:
+    """Bytes of a token, and what of the model they do not tell."""
     from harness.config.compose import compose_config
     from harness.config.overrides import parse_overrides
     from harness.workload.deployment import model_shape
 
     axes = parse_overrides([f"model={model}"])
-    return model_shape(compose_config(axis.settings[0] for axis in axes).model).kv_bytes_per_token
+    shape = model_shape(compose_config(axis.settings[0] for axis in axes).model)
+    kept = ", windowed layers keeping every token" if shape.window else ""
+    return shape.kv_bytes_per_token, kept + (", without its states" if shape.state_layers else "")
 
 
 def _sizes(text: str | None) -> list[int] | None:
@@ -278,9 +279,8 @@ def run_validate(flags: argparse.Namespace) -> int:
     trace = chosen_trace(flags)
     header = trace.header
     say(f"{flags.trace}: valid ({header.format}, keys {header.key_kind})")
-    say(
-        f"rows read {header.rows_read:,} = kept {header.rows_kept:,} + dropped {header.rows_read - header.rows_kept:,}"
-    )
+    dropped = header.rows_read - header.rows_kept
+    say(f"rows read {header.rows_read:,} = kept {header.rows_kept:,} + dropped {dropped:,}")
     for title, counts in (("dropped", header.dropped), ("noted", header.noted)):
         for name, count in counts.items():
             say(f"  {title}: {name}: {count:,}")

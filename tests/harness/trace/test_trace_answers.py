@@ -35,6 +35,8 @@ def test_larger_blocks_waste_more_and_reservation_wastes_most(capsys: pytest.Cap
 def test_the_kv_memory_of_a_model_is_answered_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     found = inspected(capsys, "azure_conv", "--requests", "60", "--model", "llama3_8b")
     assert found["KV memory, llama3_8b"]["a token"] == "131,072 bytes"
+    windows = inspected(capsys, "azure_conv", "--requests", "60", "--model", "gemma3_12b")
+    assert "KV memory, gemma3_12b, windowed layers keeping every token" in windows
 
 
 def test_calibrations_are_named_once_in_the_list(capsys: pytest.CaptureFixture[str]) -> None:
