@@ -77,8 +77,11 @@ class ServeGenClient:
         return pair[0].draw(source, count), pair[1].draw(source, count)
 
 
-def read_client(trace_file: Path) -> ServeGenClient:
-    """Read `chunk-N-trace.csv` and `chunk-N-dataset.json` beside it. Raises TraceError."""
+def read_client(trace_file: Path, folder: Path) -> ServeGenClient:
+    """Read `chunk-N-trace.csv` and `chunk-N-dataset.json` beside it. Raises TraceError.
+
+    Its name, from which its draws come, begins below `folder`: clients of several models are called alike.
+    """
     file = open_source(trace_file)
     data = open_source(trace_file.with_name(trace_file.name.replace("-trace.csv", "-dataset.json")))
     windows, pmfs = _read_windows(file), _read_pmfs(data)
@@ -86,7 +89,7 @@ def read_client(trace_file: Path) -> ServeGenClient:
         start = window.start_s // _PMF_WINDOW_S * _PMF_WINDOW_S
         if window.rate_rps and pmfs.get(start) is None:
             raise TraceError(file.path, line, "rate", f"no length distribution for window {start}")
-    name = trace_file.name.removesuffix("-trace.csv")
+    name = trace_file.relative_to(folder).as_posix().removesuffix("-trace.csv")
     return ServeGenClient(name, f"{file.sha256}{data.sha256}", windows, pmfs)
 
 
@@ -172,7 +175,8 @@ class ServeGenSource(RowSource):
     key_kind = CONTENT
 
     def __init__(self, path: Path, seed: int) -> None:
-        self.clients = [read_client(file) for file in client_files(path)]
+        folder = path if path.is_dir() else path.parent
+        self.clients = [read_client(file, folder) for file in client_files(path)]
         sums = "".join(f"{client.sha256}  {client.name}\n" for client in self.clients)
         super().__init__(path.name, hashlib.sha256(sums.encode()).hexdigest())
         self.assumed = [
@@ -183,8 +187,8 @@ class ServeGenSource(RowSource):
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests window by window, with the streams of all clients merged by time."""
-        for number in range(max(len(client.windows) for client in self.clients)):
-            streams = [self._window(index, number) for index in range(len(self.clients))]
+        for start_s in sorted({window.start_s for client in self.clients for window in client.windows}):
+            streams = [self._window(index, start_s) for index in range(len(self.clients))]
             for time_us, prompt, output, client in heapq.merge(*streams):
                 if counts.limit_reached():
                     return
@@ -195,10 +199,11 @@ class ServeGenSource(RowSource):
                     TraceRow(time_us * 1000, prompt, output, (Segment(None, prompt),), more),
                 )
 
-    def _window(self, index: int, number: int) -> Iterator[tuple[int, int, int, int]]:
+    def _window(self, index: int, start_s: int) -> Iterator[tuple[int, int, int, int]]:
         """(time in us, prompt, output, client) of one client in one window. The draws are the same in every run."""
         client = self.clients[index]
-        if number >= len(client.windows) or not client.windows[number].rate_rps:
+        number = (start_s - client.windows[0].start_s) // WINDOW_S
+        if not 0 <= number < len(client.windows) or not client.windows[number].rate_rps:
             return
         window = client.windows[number]
         name = hashlib.blake2b(f"{client.name}/{number}".encode(), digest_size=8).digest()

@@ -9,6 +9,7 @@ from trace_samples import (
     BURST_1,
     CONTENTS,
     RAG,
+    SERVEGEN_TRACE,
     SERVINGSIM,
     jsonl,
     write_ragpulse,
@@ -244,6 +245,25 @@ def test_servegen_draws_at_the_rate_of_each_window(tmp_path: Path) -> None:
     first = sum(request.arrival_us < 600e6 for request in trace.requests)
     assert first == pytest.approx(1200, abs=4 * 1200**0.5)
     assert len(trace.requests) - first == pytest.approx(600, abs=4 * 600**0.5)
+
+
+def test_servegen_clients_of_several_models_draw_their_own_requests(tmp_path: Path) -> None:
+    for model in ("one", "two"):
+        (tmp_path / model).mkdir()
+        write_servegen(tmp_path / model)
+    both = read_trace(tmp_path, "servegen")
+    names = {request.kind for request in both.requests}
+    times = [{request.arrival_us for request in both.requests if request.kind == name} for name in names]
+    assert len(names) == 2
+    assert len(times[0] & times[1]) < 0.1 * len(times[0])
+
+
+def test_servegen_clients_that_begin_later_stay_in_order(tmp_path: Path) -> None:
+    for model, trace in (("one", SERVEGEN_TRACE), ("two", SERVEGEN_TRACE.partition("\r\n")[2])):
+        (tmp_path / model).mkdir()
+        write_servegen(tmp_path / model, trace)
+    at_us = [request.arrival_us for request in stream_trace(tmp_path, "servegen")]
+    assert at_us == sorted(at_us)
 
 
 def test_servegen_lengths_follow_the_distribution(tmp_path: Path) -> None:
