@@ -296,6 +296,10 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
         elif name == "num_gpu_blocks_override":
             if not isinstance(value, int | None):
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number")
+            if value is not None and given.get("groups", GroupPages.off) != GroupPages.off:
+                raise EngineOptionError(
+                    f"{name}: a page of groups holds a part of the layers; use pool_tokens"
+                )
             if value is not None:  # the null block is one of vLLM's
                 ours["pool_tokens"] = (value - 1) * (given.get("block_size") or EngineOptions().block_size)
         elif name in _WITHOUT_EFFECT:

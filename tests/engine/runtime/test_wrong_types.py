@@ -5,6 +5,10 @@ import pytest
 import torch
 from serve_cases import build_engine
 
+from engine.core.options import GroupPages
+from engine.runtime.errors import EngineOptionError
+from engine.runtime.options import options_of
+
 WRONG = [
     ("max_tokens", 2.5),
     ("max_tokens", "3"),
@@ -182,6 +186,13 @@ def test_vllms_names_of_options_are_understood(model_of):
     # vLLM counts its null block, which holds no token
     assert (llm.engine.capacity.blocks, llm.engine.options.block_size) == (19, 8)
     assert (llm.engine.options.prefix_caching, llm.engine.options.cuda_graphs) == (False, False)
+
+
+@pytest.mark.parametrize("groups", ["uniform", GroupPages.separate])
+def test_a_number_of_vllms_blocks_is_refused_where_a_page_holds_a_part_of_the_layers(groups):
+    with pytest.raises(EngineOptionError, match="num_gpu_blocks_override: a page of groups"):
+        options_of({"num_gpu_blocks_override": 20, "groups": groups})
+    assert options_of({"num_gpu_blocks_override": 20, "groups": "off"}).pool_tokens == 19 * 16
 
 
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager"])
