@@ -461,7 +461,10 @@ def _progress(asked: bool | Callable[..., Any], prompts: int) -> Iterator[Callab
 def _device(name: str) -> str:
     import torch
 
-    return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    try:
+        return ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else str(torch.device(name))
+    except RuntimeError as error:
+        raise EngineOptionError(f"device: {error}") from error
 
 
 def _draft_of(config: Mapping[str, Any], draft: Any) -> tuple[ModelSpec, int]:

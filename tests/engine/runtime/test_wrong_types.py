@@ -205,6 +205,15 @@ def test_a_text_is_no_flag_under_vllms_name_either(name, model_of):
         LLM(model_of(), **{name: "false"})
 
 
+def test_a_device_that_torch_does_not_know_is_named():
+    from engine.runtime.errors import EngineOptionError
+    from engine.runtime.llm import LLM
+    from engine.runtime.models.spec import ModelSpec
+
+    with pytest.raises(EngineOptionError, match=r"device: .*gpu"):
+        LLM(ModelSpec(), device="gpu")
+
+
 def test_min_tokens_that_leave_no_token_are_named(model_of):
     from engine.runtime.errors import ParamsError
     from engine.runtime.llm import LLM
