@@ -444,5 +444,5 @@ def memory(pools_gib: Mapping[str, float], model: str, memory_gb: float) -> dict
     return {
         **slots,
         "weights_percent": 100 * shape.weight_bytes / (memory_gb * 1e9),
-        "kv_percent": 100 * pools_gib[model] / memory_gb,
+        "kv_percent": 100 * pools_gib[model] * GIB / (memory_gb * 1e9),
     }

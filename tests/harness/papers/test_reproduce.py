@@ -150,6 +150,10 @@ def test_the_slots_of_table_1() -> None:
     assert found["weights_percent"] == pytest.approx(64.2, abs=0.1)
 
 
+def test_a_pool_as_large_as_the_device_is_all_of_it() -> None:
+    assert memory({"opt_13b": 12}, "opt_13b", 12 * 2**30 / 1e9)["kv_percent"] == pytest.approx(100)
+
+
 def test_the_list_names_every_figure(capsys) -> None:
     assert main(["reproduce", "--list"]) == 0
     printed = capsys.readouterr().out
