@@ -200,17 +200,17 @@ def block_ids(value: object, prompt_tokens: int) -> list[int]:
 
 def write_mooncake(trace: Trace, path: str | Path) -> None:
     """Write the fields that this format has; sessions and links are lost. Raises OSError."""
-    names: dict[tuple[int, tuple[Piece, ...]], int] = {}
+    names: dict[tuple[int | str, tuple[Piece, ...]], int] = {}
     with Path(path).open("w", encoding="utf-8", newline="\n") as file:
         for request in trace.requests:
-            # two are equal if and only if the prompts are equal up to the end of the block
+            # two are equal if and only if the tenants are, and the prompts up to the end of the block
             ids: list[int] = []
-            parent = -1
+            parent: int | str = request.salt
             for pieces in _blocks(request):
                 unique = any(key is None for key, _, _ in pieces)
                 name = (parent, (*pieces, (-1, request.request_id, 0)) if unique else pieces)
-                parent = names.setdefault(name, len(names))
-                ids.append(parent)
+                ids.append(names.setdefault(name, len(names)))
+                parent = ids[-1]
             values = (request.arrival_us // 1000, request.prompt_tokens, request.output_tokens, ids)
             file.write(json.dumps(dict(zip(_KEYS, values, strict=True))) + "\n")
 

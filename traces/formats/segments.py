@@ -92,12 +92,12 @@ class ChainCheck:
 
     def check_row(self, ids: list[int], line: int) -> None:
         """Check one row's ids and remember them. Raises RowError that names the line where the id was first seen."""
-        fresh = []
+        fresh: dict[int, tuple[int, int, int]] = {}  # a row may have an id twice
         parent = -1
         for position, key in enumerate(ids):
-            known = self._known(key)
+            known = self._known(key) or fresh.get(key)
             if known is None:
-                fresh.append((key, parent, position))
+                fresh[key] = parent, position, line
             elif known[1] != position:
                 was = f"at position {position}, was at {known[1]} at {self._place} {known[2]}"
                 raise RowError("hash_ids", f"id {key} {was}: ids are not chained")
@@ -106,8 +106,8 @@ class ChainCheck:
                 was = f"has parent {own}, had parent {had} at {self._place} {known[2]}"
                 raise RowError("hash_ids", f"id {key} {was}: ids are not chained")
             parent = key
-        for key, parent, position in fresh:
-            self._remember(key, parent, position, line)
+        for key, place in fresh.items():
+            self._remember(key, *place)
 
     def check_block(self, ids: Ints, starts: Ints, first_line: int) -> bool:
         """Check concatenated rows (`starts` [rows + 1] into `ids`), and remember all of them or none.

@@ -75,8 +75,9 @@ def test_bailian_ids_that_keep_parent_and_position_are_chained(read) -> None:
     assert read("bailian").header.key_kind == "chained"
 
 
-def test_bailian_ids_behind_different_parents_are_content(read) -> None:
-    moved = {**BAILIAN[1], "hash_ids": [3, 0, 1, 4, 5]}
+@pytest.mark.parametrize("ids", [[3, 0, 1, 4, 5], [0, 1, 3, 3, 5]])
+def test_bailian_ids_behind_different_parents_are_content(ids: list[int], read) -> None:
+    moved = {**BAILIAN[1], "hash_ids": ids}
     header = read("bailian", jsonl([BAILIAN[0], moved])).header
     assert header.key_kind == "content"
     assert header.noted["ids with another parent or position"] == 1

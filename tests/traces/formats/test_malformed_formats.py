@@ -135,6 +135,7 @@ CONVERSATION_CASES = [
         "requests[0].hash_ids",
         "floor(130/64) = 2 expected, found 3",
     ),
+    Case("id twice", "agentic", requests(0, hash_ids=[1, 1]), 1, "requests[0].hash_ids", "1, was at 0 at"),
     Case("time back", "agentic", requests(2, t=1.0), 1, "requests[2].t", "goes back"),
     Case("type", "agentic", requests(0, type="x"), 1, "requests[0].type", "n, s or subagent"),
     Case("nothing nested", "agentic", requests(1, requests=[]), 1, "requests[1].requests", "is empty"),
