@@ -386,8 +386,7 @@ def _lost_text(lost: Sequence[LostPrefix], total: int, requests: int) -> Iterato
     if not lost:
         yield "No prefix is lost to an order of tools, a number, a date or an identifier."
         return
-    tokens = sum(one.tokens for one in lost)
-    share = percent(tokens / total)
+    share = percent(sum(one.tokens for one in lost) / total)
     yield f"{len(lost):,} of {requests:,} requests lose what others like them share, {share} of the prompt tokens:"
     causes = Counter[str]()
     for one in lost:

@@ -240,10 +240,8 @@ def _judged(logs: FloatArray, shared: FloatArray, cells: Sequence[Cell]) -> tupl
     noise = _noise(cells)
     error = noise * np.array([_MEDIAN / np.sqrt(len(cell.runs)) for cell in cells])
     draws = logs + _draws(shared, at, seen - logs[at], error)
-    expected = draws[:, at].mean(axis=0)
-    place = int(at[np.argmin(expected)])
-    best = draws.min(axis=1)
-    regret = float(np.quantile(np.expm1(draws[:, place] - best), SURE))
+    place = int(at[np.argmin(draws[:, at].mean(axis=0))])
+    regret = float(np.quantile(np.expm1(draws[:, place] - draws.min(axis=1)), SURE))
     chances = np.bincount(np.argmin(draws, axis=1), minlength=len(logs)).astype(np.float64)
     chances[at] = -1
     told = float(stats.norm.ppf(0.5 + SURE / 2) * np.sqrt(2) * error.mean())

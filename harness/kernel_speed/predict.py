@@ -449,8 +449,7 @@ class Kernel:
         """Programs that a multiprocessor holds; 0 where not even one fits."""
         limits = MULTIPROCESSORS[capability]
         # registers are given to warps in units of 256, shared memory in units of 128 bytes
-        per_warp = ceil(self.registers * WARP / 256) * 256
-        by_registers = REGISTERS // (per_warp * self.warps)
+        by_registers = REGISTERS // (ceil(self.registers * WARP / 256) * 256 * self.warps)
         return min(by_registers, self.staged(capability), limits.warps // self.warps, limits.programs)
 
     def staged(self, capability: int) -> int:

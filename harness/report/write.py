@@ -323,8 +323,7 @@ def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | N
         ReportError: a setting is not swept or a metric is unknown (the message lists what is allowed), no point fits
             `where`, or the files cannot be written.
     """
-    study = read_study(store_root)
-    chosen, axes = _check_choice(study, choice)
+    chosen, axes = _check_choice(read_study(store_root), choice)
     layout = curves.FacetLayout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
     if layout.hue in _POLICIES:
         layout = replace(layout, hue=None)

@@ -265,8 +265,7 @@ def _check_possible(run: PublishedRun, config: RunConfig) -> None:
     seconds = 1e-3 * (run.ttft_ms + max(mean * run.osl - 1, 0) * run.tpot_ms)
     needed = 2.0 * shape.token_weights * run.users * mean * (run.isl + run.osl) / seconds
     tflops = _base(DEVICES[run.system], checkpoint_of(run.model)).device.tflops
-    peak = tflops * 1e12 * _FASTER.get(run.weights or "", 1.0)
-    used = needed / (run.parallel * peak)
+    used = needed / (run.parallel * tflops * 1e12 * _FASTER.get(run.weights or "", 1.0))
     if used > _MOST_USED:
         raise ConfigError(
             "run",

@@ -129,8 +129,7 @@ class TimeLeft:
         workers: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        costs = [times.seconds(point.config) for point in todo]
-        self._known = None not in costs
+        self._known = None not in [times.seconds(point.config) for point in todo]
         self._cost = times.seconds if self._known else work_of
         self._workers, self._clock = max(1, min(workers, len(todo))), clock
         self._left = sum(map(self._share, todo))

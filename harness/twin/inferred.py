@@ -60,6 +60,5 @@ def _pool_tokens(requests: LoggedRequests, series: Timeseries | None, workload: 
     known = (series.kv_use > 0.1 * float(series.kv_use.max())) & (held > 0)
     if known.sum() < _FEWEST or not series.kv_use.max() > 0:
         return None
-    sizes = held[known] / series.kv_use[known]
-    low, middle, high = np.quantile(sizes, (0.25, 0.5, 0.75))
+    low, middle, high = np.quantile(held[known] / series.kv_use[known], (0.25, 0.5, 0.75))
     return round(float(middle)) if high - low <= _EVEN * middle else None

@@ -359,12 +359,25 @@ def draft_of(model: ModelConfig, path: str) -> ModelConfig:
 
 
 def max_position(model: ModelConfig) -> int:
-    """The longest sequence that the model takes, in tokens. Raises ConfigError where a checkpoint says none."""
+    """The longest sequence that the model takes, in tokens. Raises ConfigError where a checkpoint says none.
+
+    As vLLM's `_get_and_verify_max_len`: positions that are stretched by a factor take as many more, those of LongRoPE
+    end where its short form does.
+    """
     if not model.path:
         return model.max_position
     names = "max_position_embeddings", "n_positions", "seq_length", "max_seq_len", "max_sequence_length"
     facts = CheckpointFacts(model.path)
-    return facts.maybe("model_max_length", *names) or facts.number(*names)  # the first is Command R's own
+    longest = facts.maybe("model_max_length", *names) or facts.number(*names)  # the first is Command R's own
+    rope = facts.written("rope_parameters") or facts.written("rope_scaling")
+    whole = [rope, *rope.values()] if isinstance(rope, dict) else []  # one, or one for each kind of layers
+    kinds = {
+        one.get("rope_type", one.get("type")): one.get("factor") for one in whole if isinstance(one, dict)
+    }
+    if {"longrope", "su"} & kinds.keys():
+        return facts.maybe("original_max_position_embeddings") or longest
+    factor = None if "gemma3" in facts.family else kinds.get("linear", kinds.get("dynamic"))
+    return int(longest * factor) if isinstance(factor, int | float) and 0 < factor < 1e6 else longest
 
 
 def layer_sets(model: ModelShape) -> list[LayerSet]:

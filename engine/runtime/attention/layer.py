@@ -375,8 +375,7 @@ def _read_rows(
     for row, (_, _, _, length) in enumerate(rows):
         span = slice(first + max(0, length - scoring.window) if scoring.window else first, first + length)
         scores = inside[:, row] @ latent[span].T + turned[:, row] @ rotary[span].T
-        chances = torch.softmax(scores * scoring.scale, dim=1)
-        read.append(chances @ latent[span])
+        read.append(torch.softmax(scores * scoring.scale, dim=1) @ latent[span])
         first += length
     return torch.stack(read, dim=1).to(dtype)
 

@@ -10,13 +10,13 @@ from tiers import cases
 from engine.runtime.options import Dtype
 from harness.config.compose import compose_config
 from harness.config.errors import ConfigError
-from harness.config.schema import RunConfig
+from harness.config.schema import ModelConfig, RunConfig
 from harness.cost.model_shape import Experts, LatentKV, ModelShape
 from harness.point.cost import check_cost
 from harness.sweep.plan import run_request
 from harness.workload import architecture
 from harness.workload.architecture import CheckpointFacts, checkpoint_shape, unknown_parts
-from harness.workload.deployment import deployment_of, model_shape, unmodelled
+from harness.workload.deployment import deployment_of, max_position, model_shape, unmodelled
 
 LLAMA = {
     "model_type": "llama",
@@ -522,3 +522,25 @@ def test_a_checkpoint_without_a_length_has_none_of_ours(tmp_path: Path) -> None:
         deployment_of(unsaid)
     longer = config(tmp_path, {"model_type": "bloom", "model_max_length": 131072})  # vLLM takes it first
     assert deployment_of(longer).pool.max_model_len == 131072
+
+
+LONG = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize(
+    ("facts", "longest"),
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 16384),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 8192),  # which is in the positions already
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}}, 8192),
+        ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 4096),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 65536),
+    ],
+)
+def test_the_longest_sequence_is_vllms_where_positions_are_stretched(
+    tmp_path: Path, facts: dict[str, Any], longest: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | facts))
+    assert max_position(ModelConfig(path=str(tmp_path))) == longest
