@@ -141,9 +141,12 @@ class _Finder:
     rows_per_tile: int
     cost: CascadeCost
 
-    def best(self, rows: IntArray, depth: int) -> tuple[float, list[tuple[IntArray, int]]]:
-        """(seconds saved, [(rows, shared blocks)]) of the best division of `rows`, which agree on `depth` blocks."""
-        if len(rows) < 2:
+    def best(self, rows: IntArray, depth: int, levels: int = 200) -> tuple[float, list[tuple[IntArray, int]]]:
+        """(seconds saved, [(rows, shared blocks)]) of the best division of `rows`, which agree on `depth` blocks.
+
+        Rows that are divided more than `levels` times stay apart.
+        """
+        if len(rows) < 2 or not levels:
             return 0.0, []
         agreed = self._agreed(rows, depth)
         whole = self._saved(rows, agreed)
@@ -151,7 +154,7 @@ class _Finder:
         apart = 0.0
         groups: list[tuple[IntArray, int]] = []
         for block in np.unique(self.table[longer, agreed]) if len(longer) else ():
-            saved, found = self.best(longer[self.table[longer, agreed] == block], agreed + 1)
+            saved, found = self.best(longer[self.table[longer, agreed] == block], agreed + 1, levels - 1)
             apart, groups = apart + saved, groups + found
         return (whole, [(rows, agreed)]) if whole > 0 and whole >= apart else (apart, groups)
 

@@ -153,3 +153,9 @@ def test_the_provider_reads_shared_blocks_once_or_stays_flat(lengths):
 
 def test_the_figures_of_a_cpu_price_memory_far_above_those_of_a_gpu():
     assert CPU.memory_bytes_per_s < H200.memory_bytes_per_s / 50
+
+
+def test_more_rows_than_python_may_call_that_each_go_on_from_another_are_planned():
+    tables = [list(range(row + 1)) for row in range(1, 1400)]
+    found = planned(tables, [16 * len(table) for table in tables])
+    assert found is None or (found.suffix_lens > 0).all()
