@@ -29,6 +29,7 @@ EventHash = bytes | int
 DEVICE = "GPU"  # vLLM's word for the medium of blocks that are not offloaded
 JOINED_S = 1.0  # an event continues the prompt that ends with its parent if that grew so long ago at most
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+_MOST_S = 1e11  # a wall clock in milliseconds or nanoseconds has more, and NaN is not less
 _NEEDED = "KV events need msgpack, which is not installed; pip install msgpack"
 
 
@@ -121,7 +122,7 @@ def decode(message: bytes) -> EventBatch:
     """A message of vLLM, in any of its forms. Raises RowError on what is none."""
     try:
         return batch_of(msgpack().unpackb(message, strict_map_key=False))
-    except ValueError as error:
+    except (TypeError, ValueError) as error:  # a map may have a key that Python cannot have
         raise error if isinstance(error, RowError) else RowError(None, f"not msgpack: {error}") from error
 
 
@@ -132,7 +133,7 @@ def batch_of(value: object) -> EventBatch:
     if not isinstance(value, list) or not 2 <= len(value) <= 3:
         raise RowError(None, f"a batch of time and events expected, found {kind(value)}")
     ts, events, rank = (*value, None)[:3]
-    if not isinstance(ts, int | float) or isinstance(ts, bool):
+    if not isinstance(ts, int | float) or isinstance(ts, bool) or not abs(ts) <= _MOST_S:
         raise RowError("ts", f"seconds expected, found {kind(ts)}")
     if not isinstance(events, list):
         raise RowError("events", f"list expected, found {kind(events)}")
@@ -185,7 +186,7 @@ def read_batches(path: Path) -> Iterator[EventBatch]:
                 raise RowError(None, "the file is cut inside of it")
     except RowError as error:
         raise TraceError(str(path), None, f"batch {number}", str(error)) from error
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise TraceError(str(path), None, f"batch {number}", f"cannot be read on: {error}") from error
 
 
@@ -201,10 +202,11 @@ def is_events(path: Path) -> bool:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt that events have shown so far, from its first block on."""
+    """A prompt that events have shown so far. `parent` is the block in front of its `hashes`."""
 
     first_s: float
     last_s: float
+    parent: EventHash | None
     hashes: list[EventHash]
 
 
@@ -225,7 +227,7 @@ class KvEventSource(RowSource):
                 sha256 = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise TraceError(str(path), None, None, f"cannot be read: {error.strerror}") from error
-        if expect_sha256 not in (None, sha256):
+        if expect_sha256 is not None and expect_sha256.lower() != sha256:
             raise TraceError(str(path), None, None, f"has SHA-256 {sha256}, not {expect_sha256}")
         super().__init__(path.name, sha256)
         self.path = path
@@ -253,22 +255,24 @@ class KvEventSource(RowSource):
 
     def _prompts(self) -> list[_Prompt]:
         parents: dict[EventHash, EventHash | None] = {}
-        open_prompts: dict[EventHash, _Prompt] = {}  # by their last block
+        open_prompts: dict[tuple[int | None, EventHash], _Prompt] = {}  # by their rank and last block
         prompts: list[_Prompt] = []
         for batch in read_batches(self.path):
             for event in batch.events:
                 if not isinstance(event, BlockStored) or not event.block_hashes or not self._counts(event):
                     note(self.noted, f"events that store no block here: {type(event).__name__}")
                     continue
-                parent = event.parent_block_hash
+                parent, rank = event.parent_block_hash, batch.data_parallel_rank
                 parents.update(zip(event.block_hashes, [parent, *event.block_hashes], strict=False))
-                prompt = None if parent is None else open_prompts.pop(parent, None)
+                prompt = None if parent is None else open_prompts.pop((rank, parent), None)
                 if prompt is None or batch.ts - prompt.last_s > JOINED_S:
-                    prompt = _Prompt(batch.ts, batch.ts, self._chain(parent, parents))
+                    prompt = _Prompt(batch.ts, batch.ts, parent, [])
                     prompts.append(prompt)
                 prompt.hashes += event.block_hashes
                 prompt.last_s = batch.ts
-                open_prompts[prompt.hashes[-1]] = prompt
+                open_prompts[rank, prompt.hashes[-1]] = prompt
+        for prompt in prompts:  # at the end, since a block may be seen first without those before it
+            prompt.hashes[:0] = self._chain(prompt.parent, parents)
         return prompts
 
     def _counts(self, event: BlockStored) -> bool:

@@ -1,5 +1,6 @@
 """KV cache events: the messages of vLLM in all their forms, and a file of them as a trace of blocks."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from traces.formats.kv_events import (
     decode,
     encode,
 )
+from traces.formats.pagetwin import write_jsonl
 from traces.reading import detect_format, read_trace
 
 msgpack = pytest.importorskip("msgpack", reason="KV events need pagetwin[events]")
@@ -83,6 +85,8 @@ def test_an_event_in_the_older_form_of_an_array_is_read() -> None:
     [
         ([1.0], "a batch of time and events expected"),
         (["now", []], "ts: seconds expected"),
+        ([math.nan, []], "ts: seconds expected, found nan"),
+        ([1789095808837, []], "ts: seconds expected, found 1789095808837"),
         ([1.0, {}], "events: list expected"),
         ([1.0, [["BlockLost", [1]]]], r"events\[0\]: an event expected \(BlockStored, BlockRemoved"),
         ([1.0, [["BlockRemoved", "x"]]], r"events\[0\].block_hashes: list of bytes or numbers expected"),
@@ -102,6 +106,8 @@ def test_a_wrong_value_is_named(message: object, match: str) -> None:
 def test_bytes_that_are_no_msgpack_are_refused() -> None:
     with pytest.raises(RowError, match="not msgpack"):
         decode(b"\xc1")
+    with pytest.raises(RowError, match="not msgpack: unhashable"):
+        decode(b"\x81\x91\x01\x02")
 
 
 def test_the_format_is_found_from_the_content(tmp_path: Path) -> None:
@@ -137,6 +143,24 @@ def test_a_later_turn_is_a_request_of_its_own(tmp_path: Path) -> None:
 def test_what_stores_nothing_is_counted(tmp_path: Path) -> None:
     path = write(tmp_path / "e", stored(0.0, [b"a" * 8]), EventBatch(1.0, [BlockRemoved([b"a" * 8])]))
     assert read_trace(path).header.noted == {"events that store no block here: BlockRemoved": 1}
+
+
+def test_blocks_that_ranks_store_at_one_time_stay_with_their_prompts(tmp_path: Path) -> None:
+    batches = [
+        stored(n / 4, hashes, parent)._replace(data_parallel_rank=rank)
+        for n, (hashes, parent) in enumerate([([b"a"], None), ([b"b"], b"a")])
+        for rank in range(2)
+    ]
+    assert [row.prompt_tokens for row in read_trace(write(tmp_path / "e", *batches)).requests] == [33, 33]
+
+
+def test_a_block_whose_parent_is_shown_later_stands_behind_it(tmp_path: Path) -> None:
+    """It was in the cache before the file began, and left it. The trace can be written and read back."""
+    late = stored(0.0, [b"b"], b"a"), stored(9.0, [b"a"]), stored(9.5, [b"b"], b"a")
+    trace = read_trace(write(tmp_path / "e", *late))
+    assert [row.prompt_tokens for row in trace.requests] == [33, 33]
+    write_jsonl(trace, tmp_path / "t.jsonl")
+    assert read_trace(tmp_path / "t.jsonl") == trace
 
 
 def test_a_prompt_that_began_before_the_file_is_noted(tmp_path: Path) -> None:
