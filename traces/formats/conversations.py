@@ -99,7 +99,7 @@ class _Timeline:
     def in_order(self, entry: Record, last_us: int) -> int:
         """The time of an entry, which must not lie before the last one."""
         _require(entry, ("t",))
-        time_us = microseconds(entry, "t", self.noted)
+        time_us = microseconds(entry, "t", {})  # noted where the entry is added
         if time_us < last_us:
             raise RowError("t", f"goes back from {last_us / 1e6:g} to {time_us / 1e6:g} s")
         return time_us
@@ -131,7 +131,6 @@ class _Timeline:
             with within(f"requests[{index}]"):
                 last_us = self.in_order(request, last_us)
                 before = self.first_id + len(self.rows) - 1
-                links: dict[str, Any]
                 if index:
                     links = self._links(request, before, (before,))
                 elif self.launcher is None:
@@ -180,8 +179,8 @@ class _Timeline:
         return arrival_us
 
 
-def read_conversation(document: str, file_number: int, first_id: int) -> Conversation:
-    """Read one file's text. Its first request gets `first_id`. RowError names the path in the document."""
+def read_conversation(document: str, file_number: int, files: int, first_id: int) -> Conversation:
+    """Read the text of one of `files` files. Its first request gets `first_id`. RowError names the path in it."""
     record = read_object(document)
     require_keys(record, _KEYS)
     name, block = text(record, "id"), record["block_size"]
@@ -191,13 +190,9 @@ def read_conversation(document: str, file_number: int, first_id: int) -> Convers
     if scope not in _SCOPES:
         raise RowError("hash_id_scope", f"local or global expected, found {str(scope)[:40]}")
     is_local = scope == "local"
-    line = _Timeline(
-        name=name,
-        block=block,
-        base=file_number << _LOCAL_BITS if is_local else 0,
-        highest=2**_LOCAL_BITS - 1 if is_local else 2**63 - 1,
-        first_id=first_id,
-    )
+    base = (file_number if is_local else files) << _LOCAL_BITS  # global ids stand behind all that are local
+    highest = 2**_LOCAL_BITS - 1 if is_local else 2**63 - 1
+    line = _Timeline(name, block, base, highest, first_id)
     entries = _entries(record)
     last_us = 0
     for index, entry in enumerate(entries):
@@ -258,7 +253,7 @@ class AgenticSource(RowSource):
         """Requests, conversation by conversation. A malformed conversation is refused, or skipped, as a whole."""
         for number, (file, start_us) in enumerate(zip(self.files, self._starts, strict=True)):
             try:
-                conversation = read_conversation(read_document(file), number, counts.read)
+                conversation = read_conversation(read_document(file), number, len(self.files), counts.read)
                 for name in (conversation.name, conversation.digest):
                     if name in self._loaded:
                         raise RowError("id", f"{conversation.name} already loaded from {self._loaded[name]}")
@@ -333,27 +328,25 @@ class ShareGptSource(RowSource):
             dialogues.append((first_id, dialogue))
         for first_id, dialogue in dialogues:
             for row_id, row in self._turns(first_id, dialogue, tree):
-                if counts.limit_reached():
+                if counts.limit_reached():  # the turns that follow are not read
+                    counts.read = counts.kept + sum(counts.dropped.values())
                     return
                 yield row_id, row
 
     def _turns(self, first_id: int, dialogue: _Dialogue, tree: TokenTree) -> Numbered:
-        start = 0
         for turn, (asked, answered) in enumerate(zip(dialogue.cuts[::2], dialogue.cuts[1::2], strict=True)):
             segments = tree.segments(dialogue.tokens[:asked])
-            said = tree.segments(dialogue.tokens[:answered])[len(segments) :]
             number = first_id + turn
             more: dict[str, Any] = {"session": dialogue.name, "turn": turn + 1}
-            more["output_key"] = said[0].key if len(said) == 1 else None
+            more["output_key"] = _output_key(tree, dialogue.tokens[:answered], len(segments), self.noted)
             if turn:
                 more |= {"parent": number - 1, "after": (number - 1,), "release": AFTER, "think_us": 0}
             yield number, TraceRow(None, asked, answered - asked, segments, more)
-            start = answered
-        assert start == len(dialogue.tokens)  # the last cut is the end
 
     def _dialogues(self, counts: RowCounts) -> Iterator[tuple[int, _Dialogue]]:
+        names = set[str]()
         for line, value in ArrayItems(self.file):
-            if counts.limit is not None and counts.read >= counts.limit:
+            if counts.limit is not None and counts.read - sum(counts.dropped.values()) >= counts.limit:
                 counts.more_follows = True
                 return
             try:
@@ -366,6 +359,10 @@ class ShareGptSource(RowSource):
                 counts.read += 1
                 note(counts.dropped, "no question with an answer")
                 continue
+            if dialogue.name in names:
+                note(self.noted, "id of an earlier conversation: its number added")
+                dialogue = dialogue._replace(name=f"{dialogue.name}/{counts.read}")
+            names.add(dialogue.name)
             yield counts.read, dialogue
             counts.read += len(dialogue.cuts) // 2
 
@@ -387,7 +384,7 @@ class ShareGptSource(RowSource):
         if not cuts:
             return None
         whole = np.concatenate(pieces)[: cuts[-1]]
-        return _Dialogue(str(record.get("id", number)), whole, tuple(cuts))
+        return _Dialogue(str(number if record.get("id") is None else record["id"]), whole, tuple(cuts))
 
 
 def _message(value: object, place: str) -> tuple[bool, str]:
@@ -399,6 +396,14 @@ def _message(value: object, place: str) -> tuple[bool, str]:
     if speaker not in (*_ASKS, *_ANSWERS, "system"):
         raise RowError(f"{place}.from", f"human, gpt or system expected, found {str(speaker)[:40]}")
     return speaker in _ANSWERS, text
+
+
+def _output_key(tree: TokenTree, tokens: Tokens, asked: int, noted: dict[str, int]) -> int | None:
+    """The key of the output behind the first `asked` segments of a sequence; none, and noted, if it is cut."""
+    said = tree.segments(tokens)[asked:]
+    if len(said) > 1:
+        note(noted, "outputs that return in part only: not recorded as shared")
+    return said[0].key if len(said) == 1 else None
 
 
 _FLAT = ("input_toks", "output_toks", "arrival_time_ns")
@@ -449,10 +454,7 @@ class ServingSimSource(RowSource):
         if call.prompt_ids is not None:
             segments = tree.segments(call.prompt_ids)
             if call.all_ids is not None:
-                said = tree.segments(call.all_ids)[len(segments) :]
-                more["output_key"] = said[0].key if len(said) == 1 else None
-                if len(said) > 1:
-                    note(self.noted, "outputs that return in part only: not recorded as shared")
+                more["output_key"] = _output_key(tree, call.all_ids, len(segments), self.noted)
         return TraceRow(call.time_ns, call.prompt_tokens, call.output_tokens, segments, more or None)
 
     def _calls(self, counts: RowCounts) -> Iterator[tuple[int, _Call]]:

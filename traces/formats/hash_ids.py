@@ -232,9 +232,7 @@ def _blocks(request: TraceRequest) -> list[tuple[Piece, ...]]:
 
 
 _BAILIAN_BLOCK = 16
-_BAILIAN_KEYS = (
-    *("chat_id", "parent_chat_id", "timestamp", "input_length", "output_length", "type", "turn", "hash_ids"),
-)
+_BAILIAN_KEYS = ("chat_id", "parent_chat_id", *_KEYS[:3], "type", "turn", "hash_ids")
 _TYPES = ("text", "search", "image", "file")
 _WITH_TAIL, _FULL = "partial last block has an id", "partial last block has no id"
 
@@ -270,16 +268,14 @@ class BailianSource(LineSource):
         if word not in _TYPES:
             raise RowError("type", f'one of {", ".join(_TYPES)} expected, found "{word[:40]}"')
         ids = integers(record["hash_ids"], "hash_ids")
-        links = {"chat": count(record, "chat_id"), "parent": integer(record, "parent_chat_id")}
-        turn = count(record, "turn", 1)
+        links = {"kind": word, "chat": count(record, "chat_id"), "parent": integer(record, "parent_chat_id")}
+        links["turn"] = count(record, "turn", 1)
         note_unknown(self.noted, record, _BAILIAN_KEYS)
         rule, (whole, rest) = self._tail_rule(ids, prompt), divmod(prompt, _BAILIAN_BLOCK)
         segments = [Segment(key, _BAILIAN_BLOCK) for key in ids[:whole]]
         if rest:
             segments.append(Segment(ids[-1] if rule == _WITH_TAIL else None, rest))
-        return TraceRow(
-            time_us * 1_000, prompt, output, tuple(segments), {"kind": word, "turn": turn, **links}
-        )
+        return TraceRow(time_us * 1_000, prompt, output, tuple(segments), links)
 
     def accept(self, row: TraceRow, line: int, request_id: int) -> TraceRow:
         """Link the chat to the chat that it continues."""

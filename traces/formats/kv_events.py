@@ -292,9 +292,8 @@ class KvEventSource(RowSource):
         chain: list[EventHash] = []
         while last is not None:
             if len(chain) > len(parents):
-                raise TraceError(
-                    str(self.path), None, "parent_block_hash", "a block stands in front of itself"
-                )
+                reason = "a block stands in front of itself"
+                raise TraceError(str(self.path), None, "parent_block_hash", reason)
             if last not in parents:
                 note(self.noted, "prompts whose first blocks entered the cache before the file begins")
                 break

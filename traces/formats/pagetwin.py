@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from traces.errors import RowError, TraceError, placed
 from traces.formats.files import SourceFile, decode
-from traces.formats.parsing import MAX_INTEGER, check_best_of, kind, read_object, require_keys
+from traces.formats.parsing import MAX_INTEGER, as_number, check_best_of, kind, read_object, require_keys
 from traces.formats.rows import Numbered, RowCounts, RowSource, TraceRow, note
 from traces.trace import (
     AFTER,
@@ -109,7 +109,7 @@ def _header(values: dict[str, Any]) -> TraceHeader:
         reason = f"{values['rows_read']} is not rows_kept {values['rows_kept']} + dropped {dropped}"
         raise RowError("rows_read", reason)
     calibration = {  # decimal numbers as floats again
-        name: value if isinstance(value, (str, int)) else float(value)
+        name: value if isinstance(value, (str, int, float)) else as_number(value, f"calibration.{name}")
         for name, value in values.get("calibration", {}).items()
     }
     client = _client(values.get("client", {}))

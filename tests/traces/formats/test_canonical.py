@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
-from trace_samples import CANONICAL, CONTENTS, jsonl
+from trace_samples import CANONICAL, CONTENTS, RAG, jsonl, write_ragpulse
 
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.errors import TraceError
@@ -93,10 +93,7 @@ def test_a_round_trip_gives_an_equal_trace(end: str, trace: Trace, tmp_path: Pat
 @pytest.mark.parametrize("format", ["azure", "mooncake", "bailian", "ragpulse", "agentic", "servingsim"])
 def test_a_round_trip_keeps_what_a_public_format_says(format: str, end: str, tmp_path: Path) -> None:
     if format == "ragpulse":
-        pytest.importorskip("trace_samples").write_ragpulse(
-            tmp_path, pytest.importorskip("trace_samples").RAG
-        )
-        source = tmp_path / "0_trace.jsonl"
+        source = write_ragpulse(tmp_path, RAG)
     else:
         source = tmp_path / "source.data"
         source.write_text(CONTENTS[format], newline="")

@@ -11,6 +11,7 @@ from trace_samples import (
     RAG,
     SERVEGEN_TRACE,
     SERVINGSIM,
+    SHAREGPT,
     jsonl,
     write_ragpulse,
     write_servegen,
@@ -89,12 +90,8 @@ def test_bailian_partial_blocks_without_an_id_are_unique(read) -> None:
 
 
 def test_burstgpt_numbers_the_turns_of_a_session_and_leaves_api_rows_alone(read) -> None:
-    requests = read("burstgpt").requests
-    assert [(r.session, r.turn, r.parent) for r in requests] == [
-        ("31", 1, None),
-        (None, None, None),
-        ("31", 2, 0),
-    ]
+    turns = [(r.session, r.turn, r.parent) for r in read("burstgpt").requests]
+    assert turns == [("31", 1, None), (None, None, None), ("31", 2, 0)]
 
 
 def test_burstgpt_failures_are_dropped_and_counted(read) -> None:
@@ -142,12 +139,8 @@ def test_ragpulse_content_behind_another_prefix_is_not_shared(tmp_path: Path) ->
 
 def test_a_nested_agent_starts_before_its_recorded_end_and_its_parent_waits_for_it(read) -> None:
     requests = read("agentic").requests
-    assert [(r.request_id, r.arrival_us) for r in requests] == [
-        (0, 0),
-        (1, 2_500_000),
-        (2, 5_500_000),
-        (3, 12_000_000),
-    ]
+    assert [r.request_id for r in requests] == [0, 1, 2, 3]
+    assert [r.arrival_us for r in requests] == [0, 2_500_000, 5_500_000, 12_000_000]
     assert [r.session for r in requests] == ["trace_1", "trace_1/agent_1", "trace_1/agent_1", "trace_1"]
     assert [r.after for r in requests] == [(), (0,), (1,), (0, 2)]
 
@@ -174,23 +167,21 @@ def test_a_turn_without_output_hands_what_it_waited_for_to_the_next(read) -> Non
     assert requests[2].after == (0, 1)
 
 
-def test_ids_of_two_conversations_do_not_meet(tmp_path: Path) -> None:
+def test_a_repaired_time_is_noted_once(read) -> None:
+    content = CONTENTS["agentic"].replace('"t": 3.0', '"t": 3.0000000000000004')
+    assert read("agentic", content).header.noted["binary float noise rounded"] == 1
+
+
+@pytest.mark.parametrize("scope", ["local", "global"])
+def test_ids_of_two_conversations_do_not_meet(scope: str, tmp_path: Path) -> None:
     record = json.loads(CONTENTS["agentic"])
     (tmp_path / "a.json").write_text(json.dumps(record))
     record["requests"][0]["api_time"] = 3.0
-    (tmp_path / "b.json").write_text(json.dumps({**record, "id": "b"}))
-    trace = read_trace(tmp_path)
-    keys = [
-        {
-            s.key
-            for r in trace.requests
-            if str(r.session).startswith(name)
-            for s in r.segments
-            if s.key is not None
-        }
-        for name in ("trace_1", "b")
-    ]
-    assert keys[0].isdisjoint(keys[1])
+    (tmp_path / "b.json").write_text(json.dumps({**record, "id": "b", "hash_id_scope": scope}))
+    keys: dict[str, set[int | None]] = {"t": set(), "b": set()}
+    for request in read_trace(tmp_path).requests:
+        keys[str(request.session)[0]] |= {key for key, _ in request.segments}
+    assert keys["t"] & keys["b"] == {None}
 
 
 def test_llmservingsim_counts_nanoseconds_and_sorts_by_arrival(read) -> None:
@@ -223,12 +214,8 @@ def test_a_chain_without_ids_shares_nothing(read) -> None:
 
 
 def test_sharegpt_answers_are_requests_whose_prompt_is_the_conversation_so_far(read) -> None:
-    trace = read("sharegpt", arrivals=CLOCK, encode=letters)
-    assert [(r.prompt_tokens, r.output_tokens, r.turn) for r in trace.requests] == [
-        (5, 3, 1),
-        (11, 2, 2),
-        (4, 3, 1),
-    ]
+    rows = read("sharegpt", arrivals=CLOCK, encode=letters).requests
+    assert [(r.prompt_tokens, r.output_tokens, r.turn) for r in rows] == [(5, 3, 1), (11, 2, 2), (4, 3, 1)]
 
 
 def test_sharegpt_shares_what_its_texts_share(read) -> None:
@@ -239,6 +226,22 @@ def test_sharegpt_stops_reading_at_its_limit(read) -> None:
     trace = read("sharegpt", arrivals=CLOCK, encode=letters, limit=2)
     assert len(trace.requests) == 2
     assert trace.header.changes[-1] == "the first 2 requests of the file; the rest is unread"
+
+
+def test_sharegpt_limits_count_answers_and_may_end_inside_a_conversation(read) -> None:
+    silent = {"conversations": [{"from": "gpt", "value": "hi"}]}
+    header = read(
+        "sharegpt", json.dumps([silent, silent, *SHAREGPT]), arrivals=CLOCK, encode=letters, limit=1
+    ).header
+    assert (header.rows_read, header.rows_kept, sum(header.dropped.values())) == (3, 1, 2)
+
+
+def test_sharegpt_conversations_of_one_id_stay_apart_and_what_is_not_shared_is_noted(read) -> None:
+    other = {**json.loads(json.dumps(SHAREGPT[0]).replace("yes", "yet")), "id": None}
+    content = json.dumps([SHAREGPT[0], other, SHAREGPT[0]])
+    trace = read("sharegpt", content, arrivals=CLOCK, encode=letters)
+    assert [request.session for request in trace.requests] == ["x", "x", "2", "2", "x/4", "x/4"]
+    assert list(trace.header.noted.values()) == [1, 3]
 
 
 def test_servegen_draws_at_the_rate_of_each_window(tmp_path: Path) -> None:

@@ -51,6 +51,10 @@ def requests(index: int, **changes: Any) -> str:
     return conversation(requests=entries)
 
 
+def headed(**changes: object) -> str:
+    return rows({"header": {**C0["header"], **changes}})
+
+
 def canonical(index: int, **changes: Any) -> str:
     records = [dict(record) for record in CANONICAL]
     records[index] |= changes
@@ -215,22 +219,9 @@ CANONICAL_CASES = [
         "key_kind",
         "chained or content",
     ),
-    Case(
-        "version",
-        "pagetwin",
-        rows({"header": {**C0["header"], "pagetwin_trace": 9}}),
-        1,
-        "pagetwin_trace",
-        "version 1",
-    ),
-    Case(
-        "books",
-        "pagetwin",
-        rows({"header": {**C0["header"], "rows_read": 9}}),
-        1,
-        "rows_read",
-        "9 is not rows_kept",
-    ),
+    Case("version", "pagetwin", headed(pagetwin_trace=9), 1, "pagetwin_trace", "version 1"),
+    Case("books", "pagetwin", headed(rows_read=9), 1, "rows_read", "9 is not rows_kept"),
+    Case("fit", "pagetwin", headed(calibration={"ks": None}), 1, "calibration.ks", "number expected"),
     Case("release", "pagetwin", canonical(2, after=[]), 3, "after", "release after needs at least one"),
     Case(
         "later", "pagetwin", canonical(1, after=[1], release="after"), 2, "after", "request 1 is not earlier"
