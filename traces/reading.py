@@ -211,11 +211,11 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
     """Open a source in a format of `READERS`. Raises TraceError."""
     place = Path(path)
     if format == "agentic":
-        return AgenticSource(place, options.arrivals, options.seed, options.expect_sha256)
+        return _expected(AgenticSource(place, options.arrivals, options.seed), place, options)
     if format == "servegen":
-        return ServeGenSource(place, options.seed)
+        return _expected(ServeGenSource(place, options.seed), place, options)
     if format == "kv_events":
-        return KvEventSource(place, options.expect_sha256)
+        return _expected(KvEventSource(place), place, options)
     if format == "pagetwin" and _is_parquet(place):
         return CanonicalParquet(place, options.expect_sha256)
     is_folder = format == "ragpulse" and place.is_dir()
@@ -227,6 +227,14 @@ def open_rows(format: str, path: str | Path, options: ReadOptions) -> RowSource:
     if format == "sharegpt":
         return ShareGptSource(file, options.encode)
     return CanonicalRows(file) if format == "pagetwin" else _LINE_SOURCES[format](file)
+
+
+def _expected(source: RowSource, place: Path, options: ReadOptions) -> RowSource:
+    """A source whose checksum, of all its files, is the one that was asked for. Raises TraceError."""
+    wanted = options.expect_sha256
+    if wanted is not None and wanted.lower() != source.sha256:
+        raise TraceError(str(place), None, "sha256", f"expected {wanted}, found {source.sha256}")
+    return source
 
 
 def detect_format(path: str | Path) -> str:

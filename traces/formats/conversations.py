@@ -230,11 +230,9 @@ class AgenticSource(RowSource):
     is_ordered = False
     takes_arrivals = True
 
-    def __init__(
-        self, path: Path, starts: ArrivalProcess | None, seed: int, expect_sha256: str | None = None
-    ) -> None:
+    def __init__(self, path: Path, starts: ArrivalProcess | None, seed: int) -> None:
         paths = conversation_files(path)
-        self.files = [open_source(file, None if path.is_dir() else expect_sha256) for file in paths]
+        self.files = [open_source(file) for file in paths]
         sums = "".join(f"{file.sha256}  {Path(file.path).name}\n" for file in self.files)
         common = hashlib.sha256(sums.encode()).hexdigest()
         super().__init__(path.name, self.files[0].sha256 if path.is_file() else common)

@@ -19,6 +19,7 @@ from trace_samples import (
 
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.arrivals import ArrivalProcess
+from traces.errors import TraceError
 from traces.reading import detect_format, read_trace, stream_trace
 from traces.trace import Segment, Trace
 
@@ -56,6 +57,18 @@ def test_folders_are_recognised_by_their_content(tmp_path: Path) -> None:
     (tmp_path / "talk" / "a.json").write_text(CONTENTS["agentic"])
     found = [detect_format(tmp_path / name) for name in ("rag", "gen", "talk")]
     assert found == ["ragpulse", "servegen", "agentic"]
+
+
+def test_a_folder_is_read_if_it_is_the_one_that_was_expected(tmp_path: Path) -> None:
+    for name in ("talk", "gen"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "talk" / "a.json").write_text(CONTENTS["agentic"])
+    write_servegen(tmp_path / "gen")
+    for folder in (tmp_path / "talk", tmp_path / "gen"):
+        found = read_trace(folder, limit=1).header.sha256
+        assert read_trace(folder, limit=1, expect_sha256=found.upper()).header.sha256 == found
+        with pytest.raises(TraceError, match=f"sha256: expected 00, found {found}"):
+            read_trace(folder, expect_sha256="00")
 
 
 def times_us(trace: Trace) -> list[int]:
