@@ -504,6 +504,7 @@ class ServingSimSource(RowSource):
                 time_ns += think_us * 1000
             with within(f"sub_requests[{index}]"):
                 require_keys(entry, _CALL)
+                note_unknown(self.noted, entry, (*_CALL, *_IDS))
                 think_us = count(entry, "tool_duration_ns", 0, 2**62) // 1000
                 call = self._call(entry, time_ns, more)
             yield call

@@ -226,6 +226,13 @@ def test_a_chain_without_ids_shares_nothing(read) -> None:
     assert read("servingsim", jsonl([bare])).requests[0].segments == (Segment(None, 4),)
 
 
+def test_unknown_keys_of_a_session_and_of_its_calls_are_noted(read) -> None:
+    call = {"input_toks": 4, "output_toks": 1, "tool_duration_ns": 0, "output_ids": [1]}
+    session = {"session_id": "s", "arrival_time_ns": 0, "sub_requests": [call, call], "user": 1}
+    noted = read("servingsim", jsonl([session])).header.noted
+    assert noted == {"unknown key user": 1, "unknown key output_ids": 2, "ties": 1}
+
+
 def test_sharegpt_answers_are_requests_whose_prompt_is_the_conversation_so_far(read) -> None:
     rows = read("sharegpt", arrivals=CLOCK, encode=letters).requests
     assert [(r.prompt_tokens, r.output_tokens, r.turn) for r in rows] == [(5, 3, 1), (11, 2, 2), (4, 3, 1)]
