@@ -209,7 +209,7 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
     if case.served and case.served.workload.traffic.turns and answer.good is not None:
         text += ", all by the times of the trace; turns wait for answers, so "
         text += f"{answer.good.metrics['request_throughput']:.3g} requests/s are served there (with the beginning and "
-        text += f"the end of {answer.good.outcome.get('finished', 0):,} requests, where fewer are under way)"
+        text += f"the end of {answer.good.outcome.get('finished', 0):,} requests, in which fewer are active)"
     if answer.good is not None and (hidden := case.hidden(answer.good)):
         text += f". {hidden}"
     return f"{text}."

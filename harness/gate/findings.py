@@ -241,7 +241,7 @@ def without_baseline(measured: Measured, folder: Path) -> LayerResult:
 def coverage(measured: Measured, baseline: Baseline) -> Iterator[Finding]:
     """Findings on missing and new cases. A missing case could hide a regression. A renamed one is both."""
     for case in sorted(set(baseline.cases) - set(measured.cases)):
-        yield Finding(case, GateVerdict.regressed, "in the baseline, and not run: gone, renamed or skipped")
+        yield Finding(case, GateVerdict.regressed, "in the baseline, but not run: gone, renamed or skipped")
     for case in sorted(set(measured.cases) - set(baseline.cases)):
         reason = "new: nothing to compare with; accept it with gate --update"
         yield Finding(case, GateVerdict.inconclusive, reason)
