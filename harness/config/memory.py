@@ -35,8 +35,7 @@ def machine_memory() -> int:
 def usable_memory() -> int:
     """Bytes that this process may use: the machine's memory, or the limit of its control group where that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limits = [limit for limit in map(_limit, _LIMITS) if limit is not None]
-    return min([physical, *limits])
+    return min([physical, *(limit for limit in map(_limit, _LIMITS) if limit is not None)])
 
 
 def _limit(file: Path) -> int | None:

@@ -172,8 +172,7 @@ def step_totals(steps: Mapping[str, FloatArray]) -> Totals:
 def request_totals(requests: Mapping[str, FloatArray]) -> Totals:
     """Sums over requests."""
     finished = requests["outcome"] == Outcome.FINISHED
-    whole = requests["output_tokens"] * requests["width"]
-    generated = requests.get(GENERATED, whole)
+    generated = requests.get(GENERATED, requests["output_tokens"] * requests["width"])
     returned = requests.get(RETURNED, generated)[finished]
     scheduled = np.isfinite(requests["first_scheduled_s"])
     totals = {name: float(requests[name].sum()) for name in _SUMMED}

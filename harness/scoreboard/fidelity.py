@@ -143,8 +143,7 @@ def _workload(log: EngineLog) -> tuple[Any, ...]:
     requests = log.requests
     lengths = sorted(zip(requests.prompt_tokens.tolist(), requests.output_tokens.tolist(), strict=True))
     folder, _, name = log.name.partition(": ")
-    family = folder, "sglang" in name.lower(), log.settings.model
-    return *family, log.client, tuple(lengths)
+    return folder, "sglang" in name.lower(), log.settings.model, log.client, tuple(lengths)
 
 
 def _spread(logs: Sequence[EngineLog]) -> Row:

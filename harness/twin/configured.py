@@ -365,7 +365,8 @@ def _assumed(settings: EngineSettings, chosen: set[str], config: RunConfig) -> s
             missing.append(f"{key}={getattr(getattr(config, group), name)}")
     if not missing:
         return ""
-    return f"Warning: not said by the log, PageTwin's own defaults are simulated ({', '.join(missing)})."
+    taken = f"PageTwin's own defaults are simulated ({', '.join(missing)})"
+    return f"Warning: the log does not give the engine's settings; {taken}, and set the time to first token."
 
 
 def _notes(settings: EngineSettings, chosen: set[str], config: RunConfig) -> list[str]:

@@ -74,7 +74,8 @@ def latency(twin: Twin) -> Drawing:
     grid[0].legend(loc="lower right")
     if data["fitted"].any():
         grid[2].legend(loc="upper left")
-    caption = "Above: the share of requests below a value. Below: each one; on the grey line both are equal."
+    caption = "Above: the share of requests below each value. Below: each request, predicted against "
+    caption += "measured; on the grey line both are equal."
     return Drawing("latency", caption, figure, data)
 
 
@@ -148,7 +149,8 @@ def changes(twin: Twin) -> Drawing:
         panel.set(xlabel=f"change of {label} (%)", xlim=(-108 * _FAR, 108 * _FAR))
     grid[0].set_yticks(-np.arange(len(rows)), [one.name for one in rows])
     grid[0].set_ylim(-len(rows) + 0.4, 0.6)
-    caption = "What-ifs beside the settings as they are, with their bands. Grey: within it. Orange: unseen by the fit."
+    caption = "What-ifs against the prediction for the settings as they are, with the band of each change. Grey: no "
+    caption += "difference beyond it. Orange: with what the fit has not seen."
     return Drawing("what_ifs", caption, figure, data)
 
 

@@ -88,8 +88,7 @@ def share_prompts(
         return requests
     sample = requests[:1000]
     typical = sharing.share * sum(request.prompt_tokens for request in sample) / len(sample)
-    numbers = [request.request_id for request in requests]
-    drawn = uniform(seed, _CHOICE, max(numbers) + 1)
+    drawn = uniform(seed, _CHOICE, max(request.request_id for request in requests) + 1)
     make = _MODELS[sharing.model]
     return tuple(
         _begun_with(request, make(sharing, seed, typical, request, float(drawn[request.request_id])))

@@ -90,8 +90,7 @@ class FacetLayout:
 
 def layout_of(axes: Axes, key: str) -> FacetLayout:
     """The layout along `key`: of the other swept settings, the first makes the lines, the second the columns."""
-    others = [other for other in axes.values if other != key]
-    hue, col, *_ = [*others, None, None]
+    hue, col, *_ = [*(other for other in axes.values if other != key), None, None]
     return FacetLayout(key, hue, col)
 
 
@@ -469,7 +468,8 @@ def draw_kernel(study: Study, axes: Axes) -> Picture:
         "mark for each point. Block sizes are compared at equal load: marks above others at the same place are slower. "
     )
     if ratios:
-        caption += "Right: the price of the attention of the engine's own steps by the measured time (level 1 below)."
+        caption += "Right: the cost model's price of the attention of exactly the steps that the engine "
+        caption += "took, divided by the measured time (level 1 below)."
     return Drawing("kernel", caption, figure, data)
 
 

@@ -22,7 +22,8 @@ _MOST_LINEAR = 60  # %; with larger errors small ones could not be told apart on
 # ticks of the logarithmic part, as far as it is used
 _BEYOND = (20, 30, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 _SPREAD = "#c9ced4"
-_CAPTION = f"Dots: errors of points. Grey: median spread of a point's repeated runs. Pale: ±{100 * RELATIVE_BAND:g} %."
+_BAND = f"the pale band ±{100 * RELATIVE_BAND:g} %"
+_CAPTION = f"Every dot is the error of one point; grey is the median spread of its repeated runs, {_BAND}."
 
 
 def draw_errors(study: Study, axes: Axes) -> Picture:
