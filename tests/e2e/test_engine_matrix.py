@@ -162,6 +162,7 @@ def test_a_group_that_does_not_exist_is_refused(peer, tmp_path, capsys):
     assert "groups: small float32 1t" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_only_the_cells_that_are_asked_for_run_and_others_are_added_later(peer, without_ours, tmp_path):
     python, log = peer
     out = tmp_path / "matrix.json"

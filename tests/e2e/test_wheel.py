@@ -113,6 +113,7 @@ def test_show_reads_the_configuration_of_the_wheel(python: Path, tmp_path: Path)
     assert "block_size: 16" in out
 
 
+@pytest.mark.nightly
 def test_a_sweep_is_planned_from_another_directory(python: Path, tmp_path: Path) -> None:
     out = run(python, tmp_path, "sweep", "cache.block_size=8,16", "--dry-run")
     assert "2 points, 2 to run, results in results/default" in out

@@ -17,6 +17,7 @@ def contact(out: Path, calls: str) -> tuple[int, dict[str, str]]:
     return code, {line["call"]: line["state"] for line in lines(out) if line["call"]}
 
 
+@pytest.mark.nightly
 def test_hanging_ending_and_wrong_calls_lose_nothing_but_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

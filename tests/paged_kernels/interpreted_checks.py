@@ -76,11 +76,11 @@ def test_decode_of_any_group_and_width(heads, dims):
     check(spec_of((65,), heads=heads[0], kv_heads=heads[1], dk=dims[0], dv=dims[1]), num_splits=1)
 
 
-@cases("queries", [(20, 3), ()], day=1)
+@cases("queries", [(6, 3), (20, 3), ()], day=1)
 @cases("block_size", [8, 64], day=1)
 def test_heads_before_slots_in_memory_change_nothing(queries, block_size):
     case, other = (
-        build_case(spec_of((70, 33), queries, block_size=block_size, layout=layout))
+        build_case(spec_of(tier((40, 9), (70, 33)), queries, block_size=block_size, layout=layout))
         for layout in ("NHD", "HND")
     )
     assert other.key_cache.stride() != case.key_cache.stride()
@@ -112,7 +112,8 @@ def test_the_list_of_parts_covers_every_tile_that_a_row_sees_once(window, dtype)
     assert window or spans[4][1] > 1
 
 
-@cases("seed", range(50), day=(42,))
+@pytest.mark.nightly  # by day the test above has the list, and the tests of decode its use
+@pytest.mark.parametrize("seed", range(50))
 def test_the_device_cuts_rows_as_the_host_does(seed):
     for name, (room, lengths, window) in random_batches(seed).items():
         listed = PartsOfStep().of(torch.tensor(lengths, dtype=torch.int32), room, window, Workspace())
@@ -255,7 +256,7 @@ LATENT = [
 @cases("window", [0, 50], day=(50,))
 def test_latent_vectors_are_keys_and_values(monkeypatch, widths, heads, window, queries):
     cut_short_rows(monkeypatch)
-    check_latent(tier((150, 70), (300, 133)), queries, heads, widths, window=window)
+    check_latent(tier((70, 20), (300, 133)), queries, heads, widths, window=window)
 
 
 @pytest.mark.nightly
@@ -284,8 +285,9 @@ def test_a_cascade_that_nobody_chose(monkeypatch, seed):
     assert torch.allclose(lse.double(), exact[1], atol=1e-5 if case.q.dtype == FP32 else 2e-2)
 
 
-@cases("num_splits", [1, 3], day=(3,))
-@cases("dtype", [BF16, FP16], day=(BF16,))
+@pytest.mark.nightly  # by day the test above has latent vectors
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_parts_of_latent_vectors_merge(num_splits, dtype):
     check_latent((130, 0, 64), (), 16, (64, 16), num_splits=num_splits, dtype=dtype)
 
@@ -396,6 +398,7 @@ def test_the_check_sees_a_table_that_is_off_by_one():
     assert relative_error(attend(case), exact) > 100 * TOLERANCE[FP32]
 
 
+@pytest.mark.nightly  # by day the one above
 def test_the_check_sees_a_read_behind_the_end():
     case = build_case(spec_of((90, 41), block_size=8))
     exact, _ = exact_attention(case)

@@ -40,6 +40,7 @@ def test_all_that_serve_a_case_agree_with_float64(spec):
     assert {"paged", "sdpa"} <= set(served)
 
 
+@pytest.mark.nightly
 @cases(
     "spec",
     SPECS[:3],

@@ -117,7 +117,7 @@ STATEFUL = {
         | {"num_hidden_layers": 4, "layer_types": MIXED_STATE, "linear_head_dim": 8, "linear_num_heads": 4},
     ),
 }
-DISTINCT = ("llama", "gemma2", "gpt2", "opt", "phi", "gpt_oss", "mixtral", "deepseek_v3")  # the day's
+DISTINCT = ("llama", "gemma2", "gpt2", "gpt_oss", "deepseek_v3")  # the day's
 BRIEFLY = (  # much like one of the others
     *(
         "ministral",

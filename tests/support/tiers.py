@@ -40,9 +40,14 @@ def cases(
     assert all(value in values for value in kept), f"the day names a case that does not exist: {kept}"
     if night is not None:
         values = [*kept, *nights_share((value for value in values if value not in kept), night)]
+    taken = [number for number, value in enumerate(values) if NIGHT or value in kept]
+    if isinstance(ids := options.get("ids"), Iterable):
+        options["ids"] = [name for number, name in enumerate(ids) if number in taken]
     single = isinstance(names, str) and "," not in names
-    left = [
-        value if value in kept else pytest.param(*([value] if single else value), marks=pytest.mark.nightly)
-        for value in values
+    chosen = [
+        values[number]
+        if values[number] in kept
+        else pytest.param(*([values[number]] if single else values[number]), marks=pytest.mark.nightly)
+        for number in taken
     ]
-    return pytest.mark.parametrize(names, left, **options)
+    return pytest.mark.parametrize(names, chosen, **options)

@@ -91,7 +91,7 @@ def random_setup(seed: int) -> Setup:
     )
 
 
-@cases("test", range(35), day=6)
+@cases("test", range(35), day=3)
 def test_a_random_walk_reads_what_it_wrote_and_leaves_nothing(test: int) -> None:
     for seed in range(test * SEEDS_A_TEST, (test + 1) * SEEDS_A_TEST):
         random_walk(random_setup(seed), seed, RULES)

@@ -1,13 +1,13 @@
 """In bfloat16 tokens may differ where two are nearly equal; what the model thinks of given tokens may not."""
 
-import pytest
 import torch
+from tiers import cases
 from tiny_models import SHAPE
 
 from engine.core.options import SchedulerLimits
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@cases("family", ["llama", "gemma2"], day=1)
 def test_teacher_forced_logits_are_those_of_transformers(family, prompts):
     from engine.runtime.llm import LLM
     from engine.runtime.models.load import load_model, original_model

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from serve_cases import build_engine, tokenizer
+from tiers import cases
 
 from engine.core.options import SchedulerLimits
 
@@ -307,7 +308,12 @@ def test_what_a_poisoned_request_left_in_the_cache_is_not_found_again(model_of, 
     assert ids_of(done)[0] == greedy(model_of, prompts[3]).token_ids
 
 
-@pytest.mark.parametrize("decoding", [{}, {"n": 2, "temperature": 1.0}, {"beam_width": 2}], ids=str)
+@cases(
+    "decoding",
+    [{}, {"n": 2, "temperature": 1.0}, {"beam_width": 2}],
+    day=4,
+    ids=str,
+)
 @pytest.mark.parametrize("failing_step", [0, 1, 3])
 def test_out_of_memory_ends_the_requests_of_the_step_and_the_engine_serves_on(
     decoding, failing_step, model_of, prompts, monkeypatch

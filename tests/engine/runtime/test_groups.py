@@ -69,7 +69,7 @@ def expand_as_it_is(*sent):
 @cases(
     ("family", "groups"),
     RUNS,
-    day=(("gemma2", "lcm"), ("gpt_oss", "separate")),
+    day=(("gpt_oss", "separate"),),
 )
 def test_chunked_prompts_and_prefix_hits_give_the_tokens_of_generate(family, groups):
     llm = make_llm(family, groups=groups)
@@ -93,6 +93,7 @@ def test_a_block_behind_a_window_is_used_by_another_sequence_while_its_own_runs(
     assert reuse.found > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("compiled_kernels")
 def test_c_reads_the_pages_of_groups_and_is_refused_at_load_where_a_page_holds_several_layers(monkeypatch):
     import families
@@ -116,6 +117,7 @@ def test_every_backend_reads_the_pages_of_each_group(backend):
     assert serve(make_llm("cohere2", backend=backend)) == [expected("cohere2")]
 
 
+@pytest.mark.nightly
 @cases(
     "options",
     [{"block_size": 16}, {"prefix_caching": False}, {"window_hits": "all"}, {"retention_interval": None}],
@@ -371,6 +373,7 @@ KINDS = ("samples", "beams", "drafts")
 DRAWN = (*MIXED, "llama", "deepseek_v2", "qwen3_next", "falcon_h1", "lfm2")
 
 
+@pytest.mark.nightly
 @cases("kind", KINDS, day=1)
 @cases("seed", (*SEEDS, *nights_share(range(100, 10_000), 14)), day=SEEDS[:1])
 def test_drawn_requests_in_groups_are_answered_as_by_transformers(seed, kind):
@@ -494,7 +497,7 @@ def test_a_page_operation_that_is_left_out_is_noticed(name, kind, monkeypatch):
 # -- the tensors -------------------------------------------------------------------------------------------
 
 
-@cases("groups", ["uniform", *PAGES], day=("uniform", "lcm"))
+@cases("groups", ["uniform", *PAGES], day=("lcm",))
 def test_pages_without_an_owner_hold_nothing_in_any_layer(groups):
     llm = make_llm("ministral", groups=groups)
     serve(llm)

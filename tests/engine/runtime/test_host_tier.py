@@ -24,7 +24,7 @@ def loaded_blocks(llm):
     return llm.engine.scheduler.manager.tiers.counts.hit_blocks[0]
 
 
-@pytest.mark.parametrize("store", list(TierStore))
+@cases("store", list(TierStore), day=1)
 @cases("family", ["llama", "gpt2", "mistral"], day=1)
 def test_what_a_tier_brings_back_gives_the_tokens_of_generate(store, family, model_of, generate, prompts):
     found, llm = run(model_of(family), prompts, tier_store=store)

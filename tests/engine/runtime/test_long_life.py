@@ -54,7 +54,7 @@ def serve(engine, draw, count, params, first):
     assert all(output.error is None for output in engine.run())
 
 
-@cases("case", CASES, day=("beams", "swapped"))
+@cases("case", CASES, day=("swapped",))
 def test_the_books_do_not_grow_with_the_requests_that_were_served(case, model_of):
     from engine.runtime.text import ByteTokenizer
 

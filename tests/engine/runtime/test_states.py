@@ -48,6 +48,7 @@ def test_chunked_prompts_and_hits_on_kept_states_give_the_tokens_of_generate(fam
     assert llm.runner.audits == llm.engine.counters.steps
 
 
+@pytest.mark.nightly  # by day test_groups.py has one
 @cases("groups", PAGES, day=("separate",))
 def test_preemption_changes_no_token(groups):
     llm = make_llm(groups=groups, pool_tokens=256)
@@ -216,6 +217,7 @@ def test_the_engine_notices_a_planted_bug(bug, monkeypatch):
         serve(llm, turns=3)
 
 
+@pytest.mark.nightly
 @cases("unit", (1, 2, 4, 8), day=(4,))
 def test_a_hit_inside_a_block_goes_on_from_a_copy_and_answers_as_generate(unit):
     llm = make_llm(groups="uniform", pool_tokens=3000, prefix_match_unit=unit)

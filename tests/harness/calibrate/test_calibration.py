@@ -258,6 +258,7 @@ def test_the_lone_request_is_the_unit_of_all_loads() -> None:
     assert LONE_REQUEST.requests == 2
 
 
+@pytest.mark.nightly
 def test_the_probe_takes_the_same_steps_however_long_they_are(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     workload = case_point(deployment_of(config), PROBE, 0.05)
@@ -267,6 +268,7 @@ def test_the_probe_takes_the_same_steps_however_long_they_are(tmp_path: Path) ->
     assert other.recording.digests != runs[0].recording.digests  # requests meet others where steps are longer
 
 
+@pytest.mark.nightly
 def test_a_run_by_a_given_clock_keeps_the_engine_s_own_seconds(tmp_path: Path) -> None:
     config = small_config(tmp_path)
     workload = case_point(deployment_of(config), CASES[4], 0.01)

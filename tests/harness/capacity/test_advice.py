@@ -537,6 +537,7 @@ def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
     assert "in whole match units of 32 tokens" in shown
 
 
+@pytest.mark.nightly
 def test_a_log_is_compared_with_its_own_requests_sent_once(tmp_path: Path) -> None:
     """A search sends a short log several times, by which queues grow longer than those that were measured."""
     lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s"]

@@ -258,6 +258,7 @@ def test_the_rate_of_a_single_server_is_below_one_over_its_service_time() -> Non
     assert answer.value.low is not None
 
 
+@pytest.mark.nightly
 def test_the_interval_over_seeds_is_no_narrower_than_the_search_is_precise() -> None:
     """Seeds may all end at one tried rate, and each edge lies anywhere up to the next."""
     answer = highest_rate(LoadCase(single_server(), parse_slo("ttft_p99<8")), 3, 0.1, lambda _: None)
@@ -351,6 +352,7 @@ def test_the_busiest_window_serves_at_its_own_rate(monkeypatch: pytest.MonkeyPat
     assert found["request_throughput"] == pytest.approx(len(window) / found["span"])
 
 
+@pytest.mark.nightly
 def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     """More arrive at first than the server serves, and fewer later: sent once, no number grows."""
     short = [case_of_a_load(12_500, 37_500, "ttft_p99<2", requests=most) for most in (60, 20_000)]

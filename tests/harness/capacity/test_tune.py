@@ -72,6 +72,7 @@ def test_a_prediction_that_is_wrong_by_a_factor_is_corrected_by_the_first_cells(
     assert found.regret < 0.05
 
 
+@pytest.mark.nightly
 def test_cells_that_are_all_equal_are_known_to_be() -> None:
     """As throughput where the arrivals set it."""
     values = [cell["values"] for cell in next(iter(GRIDS["grids"].values()))]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 from harness.cli.completion import matching
 
@@ -60,7 +61,7 @@ def test_a_command_without_overrides_offers_none() -> None:
     assert not [word for word in offered("status ca") if "=" in word]
 
 
-@pytest.mark.parametrize("line", ["pagetwin swe", "python -m harness swe"])
+@cases("line", ["pagetwin swe", "python -m harness swe"], day=1)
 def test_bash_completes_a_command(line: str) -> None:
     words = line.split()
     script = f"""{code("bash")}

@@ -60,6 +60,7 @@ def test_no_command_calls_a_lost_output_a_bug(where: str) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_a_disk_that_fills_while_a_picture_is_drawn_is_no_bug(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

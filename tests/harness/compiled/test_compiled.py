@@ -29,7 +29,7 @@ from compiled_cases import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_cases import play
-from tiers import tier
+from tiers import cases, tier
 
 from engine.core.identity import KeyIdentity
 from engine.core.memory.eviction_rules import new_policy
@@ -221,7 +221,7 @@ def test_names_are_equal_exactly_where_the_hashes_are(shared: Sharing, block_siz
     assert len(pairs) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@cases("keeps", [False, True], day=1)
 def test_preempted_requests_come_back_as_the_core_says(keeps: bool) -> None:
     requests, limits = many(400), SchedulerLimits(256, 32)
     pool = PlainPool(60, 8, keeps=keeps)

@@ -118,7 +118,7 @@ CHUNKS = (3, [(3, 16), (1, None)], 0, SchedulerLimits(48, 12, admit_whole_prompt
 @cases(
     ("seed", "windows", "every", "limits", "chunked"),
     [*((*each, False) for each in CROWDS), (*CHUNKS, True)],
-    day=2,
+    day=1,
 )
 def test_groups_are_compared_where_requests_come_back_and_hold_duplicates(
     seed: int,

@@ -1,6 +1,7 @@
 """A prediction of a GPU or a real model has the defaults of a real deployment, a toy on the CPU those of a toy."""
 
 import pytest
+from tiers import cases
 
 from harness.config.compose import TOY_MODELS, compose_config
 from harness.config.groups import groups
@@ -25,7 +26,7 @@ def scale(config: RunConfig) -> tuple[object, ...]:
 REAL, TOY = (1.0, None, None, 8192, 256), (0.1, 8192, 1024, 512, 64)
 
 
-@pytest.mark.parametrize(
+@cases(
     ("texts", "expected"),
     [
         (("measure=false", "device=h100"), REAL),
@@ -39,6 +40,7 @@ REAL, TOY = (1.0, None, None, 8192, 256), (0.1, 8192, 1024, 512, 64)
         (("engine=cuda", "device=h100"), TOY),
         (("model=llama3_8b",), TOY),
     ],
+    day=5,
 )
 def test_whole_lengths_and_the_devices_memory_belong_to_predictions_of_real_deployments(
     texts: tuple[str, ...], expected: tuple[object, ...]
@@ -52,6 +54,7 @@ def test_what_the_user_names_stays() -> None:
     assert found.scheduler.max_batched_tokens == 8192
 
 
+@pytest.mark.nightly
 def test_every_model_with_random_weights_for_the_cpu_is_a_toy() -> None:
     made = {"tiny", "small"}
     found = [name for name in groups()["model"] if made & set(name.split("_"))]

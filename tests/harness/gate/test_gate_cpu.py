@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tiers import cases
 
 from harness.config.errors import UserError
 from harness.gate import cpu
@@ -104,7 +105,7 @@ def test_a_changed_line_of_the_accepted_prefill_in_c_changes_only_the_accepted_s
     assert torch.equal(ours[cpu.NATIVE](), theirs[cpu.NATIVE]())
 
 
-@pytest.mark.parametrize("case", cpu.case_names())
+@cases("case", cpu.case_names(), day=2)
 def test_what_is_timed_is_the_attention_of_its_case(torch: Any, tmp_path: Path, case: str) -> None:
     data = cpu.inputs()
     prefills, capped = case in (cpu.CHUNK, cpu.PREFILL), case in (cpu.DECODE, cpu.PREFILL)

@@ -98,6 +98,7 @@ def test_only_changed_files_are_timed_where_that_is_asked(accepted, monkeypatch)
     assert run(accepted, "--gate", "--gate-changed").ret == 1
 
 
+@pytest.mark.nightly
 def test_a_case_that_no_longer_runs_is_a_regression_of_a_whole_run_alone(accepted, monkeypatch):
     slower_by(monkeypatch, 0.0)
     test = accepted.path / "test_mine.py"
@@ -158,6 +159,7 @@ def test_the_example_passes_with_the_baselines_beside_it(pytester, monkeypatch):
     assert run(pytester, "--gate").ret == 0
 
 
+@pytest.mark.nightly
 def test_accepting_one_file_keeps_what_was_accepted_of_the_others(accepted, monkeypatch):
     other = accepted.makepyfile(test_other=TEST.replace("test_work", "test_more"))
     assert run(accepted, str(other), "--gate-update", "--gate-reason", "one more").ret == 0

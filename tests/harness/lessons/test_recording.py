@@ -31,6 +31,7 @@ def states(recording: Recording) -> list[dict[int, int]]:
     return found
 
 
+@pytest.mark.nightly
 @cases(
     "more",
     [

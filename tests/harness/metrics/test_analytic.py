@@ -44,6 +44,7 @@ def brute_split(given_lengths: Lengths, block: int) -> dict[str, float]:
     return {"utilisation": token / allocated, "internal_of_allocated": internal / allocated}
 
 
+@pytest.mark.nightly
 @given(requests=REQUESTS, block=st.sampled_from([1, 4, 16, 32]), width=st.integers(1, 4))
 def test_paged_split_equals_the_sum_over_steps(requests, block, width):
     workload = lengths(*requests, width=width)

@@ -25,6 +25,7 @@ def test_noise_widens_the_bound():
     assert noisy.typical > 0.01
 
 
+@pytest.mark.nightly
 def test_the_bound_is_seldom_below_the_truth():
     draw = np.random.default_rng(1)
     truth = 0.6745 * 0.05  # the median size of a normal error of 5 %

@@ -89,6 +89,7 @@ def test_a_model_that_drafts_for_itself_is_right_and_takes_fewer_steps(config: R
     assert drafted.simulated["computed_tokens"] == drafted.measured["median"]["computed_tokens"]
 
 
+@pytest.mark.nightly
 @cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
 def test_branches_end_alike_on_both_sides(format_: TraceFormat, config: RunConfig, tmp_path: Path) -> None:
     config = in_format(sampling(config), format_, tmp_path)
@@ -320,6 +321,7 @@ def test_a_draft_model_that_is_no_checkpoint_is_refused(config: RunConfig, tmp_p
         check_point(config)
 
 
+@pytest.mark.nightly
 def test_a_contiguous_cache_takes_drafts(config: RunConfig) -> None:
     config.cache.policy = CachePolicy.contiguous_max
     assert counts(drafting(config))["identical"]

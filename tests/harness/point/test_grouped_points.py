@@ -228,7 +228,7 @@ def test_the_random_workloads_hit_preempt_and_release(cache_dir: Path, tmp_path:
     assert min(found.values()) > 0
 
 
-@cases("seed", SEEDS, day=2)
+@cases("seed", SEEDS, day=1)
 def test_random_workloads_have_the_same_plans_and_bytes_on_both_sides(
     seed: int, cache_dir: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +342,7 @@ def latent(cache_dir: Path, folder: Path, pages: GroupPages) -> RunConfig:
     return config
 
 
+@pytest.mark.nightly
 def test_latent_layers_in_groups_keep_as_many_bytes_as_the_pool_counts(
     cache_dir: Path, tmp_path: Path
 ) -> None:

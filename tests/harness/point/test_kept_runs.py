@@ -72,6 +72,7 @@ def test_a_later_start_takes_the_runs_that_are_left(tmp_path: Path, taken: list[
     assert record.environment["runs_of_earlier_starts"] == 2
 
 
+@pytest.mark.nightly
 def test_runs_across_starts_make_the_tables_of_one_start(tmp_path: Path) -> None:
     config = config_of(tmp_path, beams=3)
     stopped_after(2, config, tmp_path)

@@ -10,7 +10,7 @@ from harness.config.schema import TraceFormat
 from harness.point import run_point
 
 
-@cases(("format_", "policy", "mode"), ALL, day=SOME[::2], night=40)
+@cases(("format_", "policy", "mode"), ALL, day=SOME[::4], night=40)
 def test_measured_durations_give_identical_plans(
     format_: TraceFormat, policy: str, mode: str, tmp_path: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tiers import cases
 
 from harness.config.compose import compose_config, normalise
 from harness.config.errors import ConfigError
@@ -58,13 +59,14 @@ def test_a_table_of_other_devices_is_refused_before_the_point_runs(table: Path) 
         check_cost(deployment_of(config(f"cost.operators={table}", "device=b200")))
 
 
-@pytest.mark.parametrize(
+@cases(
     ("words", "has"),
     [
         (("model=gemma3_27b",), "layers that see 1,024 tokens"),
         (("model=deepseek_v2_lite",), "latent vectors"),
         (("model=gemma3_27b", "cache.max_model_len=1024"), ""),
     ],
+    day=1,
 )
 def test_layers_that_do_not_read_every_token_have_no_timed_attention(
     words: tuple[str, ...], has: str

@@ -106,7 +106,7 @@ def test_prompts_that_begin_alike_by_chance_are_named_where_counts_differ(cache_
     )
 
 
-@cases("mode", MODES, day=(beams, crowded))
+@cases("mode", MODES, day=(beams,))
 @cases("format_", [TraceFormat.azure, TraceFormat.mooncake], day=1)
 def test_measured_durations_give_identical_plans(
     format_: TraceFormat, mode: Callable[[RunConfig], RunConfig], cache_dir: Path, tmp_path: Path

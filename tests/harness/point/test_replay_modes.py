@@ -36,7 +36,7 @@ MODES = {
 }
 
 
-@cases("mode", MODES, day=2)
+@cases("mode", MODES, day=1)
 def test_measured_durations_give_identical_plans_in_every_replay_mode(
     mode: ReplayMode, tmp_path: Path
 ) -> None:

@@ -45,12 +45,13 @@ def counts(config: RunConfig) -> dict:
     return dict(record.levels["counts"])
 
 
-@cases("block_size", [1, 8, 16], day=(1, 8))
+@cases("block_size", [1, 8, 16], day=(8,))
 def test_both_sides_decide_alike_for_beams_sent_as_requests(config: RunConfig, block_size: int) -> None:
     config.cache.block_size = block_size
     assert counts(config)["identical"]
 
 
+@pytest.mark.nightly
 def test_both_sides_decide_alike_in_a_small_pool(config: RunConfig) -> None:
     assert counts(crowded(config))["identical"]
 
@@ -68,7 +69,7 @@ def test_both_sides_decide_alike_with_groups_of_layers(config: RunConfig) -> Non
     assert counts(config)["identical"]
 
 
-@pytest.mark.parametrize("sharing", Sharing)
+@cases("sharing", Sharing, day=1)
 def test_both_sides_decide_alike_for_rollouts_however_they_share(config: RunConfig, sharing: Sharing) -> None:
     config.decoding.beam_width, config.decoding.sharing = 1, sharing
     config.decoding.mode, config.decoding.n = DecodingMode.sample, 8
@@ -128,6 +129,7 @@ def searched(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> tuple[Point,
     return workload, clients[-1]
 
 
+@pytest.mark.nightly
 def test_the_beams_are_those_of_transformers(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -149,6 +151,7 @@ def test_the_beams_are_those_of_transformers(config: RunConfig, monkeypatch: pyt
             assert client.outputs[row.request_id] == found[:, len(prompt) :].tolist()
 
 
+@pytest.mark.nightly
 def test_the_beams_are_those_that_the_engine_itself_chooses(config: RunConfig) -> None:
     runs = {}
     for sharing in (Sharing.prefix_cache, Sharing.copy_on_write):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
+from tiers import cases
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import Decoding, SchedulerLimits
@@ -36,7 +37,7 @@ def drawn_choices(genealogy: Genealogy, request_id: int, width: int, steps: int)
     return [genealogy.parents(request_id, generated, width) for generated in range(1, steps + 1)]
 
 
-@pytest.mark.parametrize("evenness", [0.05, 0.5, 4.0])
+@cases("evenness", [0.05, 0.5, 4.0], day=2)
 @pytest.mark.parametrize("width", [4, 8])
 def test_the_fit_recovers_the_process_that_drew_the_parents(width: int, evenness: float) -> None:
     model = BeamGenealogy({width: 0.5}, evenness={width: evenness})

@@ -129,6 +129,7 @@ def test_fast_forward_changes_no_record_under_any_policy(chosen: Case) -> None:
     assert fingerprint(together) == fingerprint(single)
 
 
+@pytest.mark.nightly
 @given(CASES)
 def test_a_recording_plays_back_to_the_same_plans_under_any_policy(chosen: Case) -> None:
     _, first = chosen.play(fast_forward=False)

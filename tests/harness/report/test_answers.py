@@ -219,6 +219,7 @@ def test_where_names_alone_are_swept_the_best_one_is_a_choice(tmp_path):
     assert (choice.setting, choice.value) == ("Rule of eviction", "any")
 
 
+@pytest.mark.nightly
 def test_points_that_failed_make_no_slower_block_size_the_best_one(tmp_path):
     """16 beats 8 wherever both ran; 8 stands first by the medians, as it alone ran beside 32 where 16 failed."""
     latency = {8: 1.1, 16: 1.0, 32: 3.0}

@@ -86,6 +86,7 @@ def test_a_figure_along_block_sizes_says_that_the_cost_model_does_not_price_them
     assert said == [not priced] * 2
 
 
+@pytest.mark.nightly
 def test_a_figure_along_block_sizes_says_that_they_are_priced_by_a_model(tmp_path: Path):
     said = {"what": "static model of our Triton decode kernel, not measured", "uncertainty": 0.18}
     for size in (8, 16):

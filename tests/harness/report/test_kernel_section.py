@@ -95,7 +95,7 @@ def test_the_section_shows_four_figures_device_and_digest(store: Path, kernels: 
     }
 
 
-@pytest.mark.parametrize("place", ["sweep/kernels", "kernels", "bench/kernels"])
+@cases("place", ["sweep/kernels", "kernels", "bench/kernels"], day=1)
 def test_a_run_inside_or_beside_the_results_is_found(
     place: str, store: Path, kernels: Path, tmp_path: Path
 ) -> None:

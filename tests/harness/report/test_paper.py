@@ -98,6 +98,7 @@ def test_letters_have_serifs_where_asked_and_are_in_the_file() -> None:
     assert b"<text" not in serif["two-1-column.svg"]  # shapes: no program needs the font
 
 
+@pytest.mark.nightly
 def test_a_panel_gets_the_labels_that_its_neighbour_had_for_both() -> None:
     figure, grid = panels(7.16, 4.0, 2, 2)
     for panel, label in zip(grid, ("a", "b", "c", "d"), strict=True):
@@ -151,6 +152,7 @@ def test_latex_has_the_rules_of_booktabs_groups_over_their_columns_and_a_cell_fo
     assert [row.count("&") for row in body] == [2, 2]
 
 
+@pytest.mark.nightly
 def test_the_table_of_a_paper_has_units_few_digits_and_twelve_rows(tmp_path: Path) -> None:
     axes = {
         "cache.block_size": (8, 16, 32),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from synthetic_store import write_point, write_store
+from tiers import cases
 
 from harness.cli.main import main
 from harness.report import ReportError
@@ -41,9 +42,7 @@ def test_equal_stores_show_no_change(tmp_path: Path) -> None:
     assert "| 0.0 % | 0.0 % to 0.0 % | 0 of 3 |" in "\n".join(change_lines(same, same))
 
 
-@pytest.mark.parametrize(
-    ("now", "spread", "worse"), [(8.0, 0.01, True), (12.0, 0.01, False), (8.0, 0.5, False)]
-)
+@cases(("now", "spread", "worse"), [(8.0, 0.01, True), (12.0, 0.01, False), (8.0, 0.5, False)], day=2)
 def test_only_a_change_for_the_worse_beyond_the_spread_is_worse(tmp_path, now, spread, worse):
     rows, _ = changes(store(tmp_path / "new", now, spread), store(tmp_path / "old", 10.0, spread))
     assert [one.worse for one in rows] == [worse]

@@ -106,6 +106,7 @@ def test_the_table_of_points_begins_with_the_settings_of_each(reported: Path) ->
     assert list(wide.columns[:2]) == ["point", "cache.policy"]
 
 
+@pytest.mark.nightly
 def test_a_table_with_a_line_for_each_figure_of_an_earlier_smaller_report_goes(
     reported: Path, tmp_path: Path
 ) -> None:

@@ -73,6 +73,7 @@ def open_files():
     return len(os.listdir("/proc/self/fd"))
 
 
+@pytest.mark.nightly  # by day test_api.py has many
 def test_many_clients_get_their_own_answers_and_leave_nothing(engine, address):
     alone = {
         number: httpx.post(

@@ -106,6 +106,7 @@ def test_a_model_that_no_memory_holds_is_refused_before_anything_is_loaded(capsy
 WINDOWED = ("model.family=gemma2", "model.layers=2", "model.window=24", "model.windowed_layers=1")
 
 
+@pytest.mark.nightly
 @cases("groups", ["uniform", "separate"], day=1)
 def test_a_server_with_groups_answers_as_one_without(groups):
     import httpx

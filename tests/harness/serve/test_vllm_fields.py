@@ -7,6 +7,7 @@ import httpx
 import openai
 import pytest
 from serve_cases import PATIENCE_S, build_engine, served, wait_until
+from tiers import cases
 
 USAGE = {"include_usage": True}
 
@@ -384,7 +385,7 @@ def values_of(address):
     return {key.partition("{")[0].removeprefix("vllm:"): float(value) for key, value in lines.items()}
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@cases("stream", [False, True], day=1)
 def test_every_gap_between_tokens_counts_once_streamed_or_not(address, engine, stream):
     asked = {"prompt": "the dog", "max_tokens": 7, "ignore_eos": True, "temperature": 0, "stream": stream}
     before, steps = values_of(address), engine.counters.steps

@@ -129,6 +129,7 @@ def test_a_store_that_cannot_be_written_is_read_all_the_same(
     assert "read-only" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_points_that_are_read_in_several_processes_are_the_same(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

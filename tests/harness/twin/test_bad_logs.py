@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from bad_logs import FORMATS, BadFile, Format, bad_files
-from tiers import tier
+from tiers import cases, tier
 
 from harness.twin.reading import EngineLogError, read_engine_log
 from traces.errors import TraceError
@@ -36,7 +36,12 @@ def test_the_good_file_is_read(form: Format, tmp_path: Path) -> None:
     read(tmp_path, form, form.text.encode())
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+@cases(
+    "form",
+    FORMATS,
+    day=6,
+    ids=lambda form: form.name,
+)
 def test_no_impossible_scalar_is_believed(form: Format, tmp_path: Path) -> None:
     """By day every twelfth of some 1,250 files, each format with others."""
     chosen = [bad for bad in bad_files() if bad.format is form][:: tier(12, 1)]

@@ -120,9 +120,6 @@ def test_what_compiles_for_minutes_says_so(
         (*TIERS, "cache.tier_store=evicted", "cache.tier_tokens=2000", "cache.disk_tokens=4000"),
         ("decoding=speculative", "decoding.acceptance=0.7", "workload.prefix_share=0.5"),
         ("replay.mode=gamma", "workload.request_rate=40", "scheduler.watermark=0.1"),
-        ("decoding=sample", "decoding.n=3", "workload.prefix_share=0.5"),
-        ("trace=chat", "replay.mode=sessions"),
-        CAPPED,
         ("replay.mode=closed", "replay.users=8", *FRONT_END),
     ],
 )

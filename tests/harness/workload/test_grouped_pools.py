@@ -241,6 +241,7 @@ SEVERAL = [("decoding=beam", "decoding.beam_width=4"), ("decoding=sample", "deco
 SWAP = ("scheduler.preemption=swap", "cache.host_tokens=4000", "scheduler.admit_whole_prompt=false")
 
 
+@pytest.mark.nightly
 @cases("pages", [GroupPages.uniform, GroupPages.separate, GroupPages.lcm], day=1)
 @cases("overrides", SEVERAL, day=SEVERAL[1:])
 def test_branches_copy_shared_pages_in_a_prediction(pages: GroupPages, overrides: tuple[str, ...]) -> None:
@@ -249,6 +250,7 @@ def test_branches_copy_shared_pages_in_a_prediction(pages: GroupPages, overrides
     assert found.tables["steps"]["copies"].sum() > 0
 
 
+@pytest.mark.nightly
 def test_what_is_swapped_out_is_not_computed_again() -> None:
     found = run_point(config(*TIGHT, *SWAP, "replay.records=true"))
     requests = found.tables["requests"]

@@ -94,6 +94,7 @@ SERVED = [
 ]
 
 
+@pytest.mark.nightly
 @given(
     share=st.floats(0, 1),
     requests=st.integers(3, 60),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sim_cases import request
+from tiers import cases
 
 from engine.core.memory.paged import PagedManager
 from engine.core.options import SchedulerLimits
@@ -164,7 +165,7 @@ def test_replicas_shorten_the_wait_and_are_busy_for_a_share_of_the_time() -> Non
     assert 0 < four["utilisation"] <= 1
 
 
-@pytest.mark.parametrize("compiled", ["always", "never"])
+@cases("compiled", ["always", "never"], day=1)
 def test_the_waste_of_groups_is_that_of_all_replicas_steps(compiled: str) -> None:
     """Two replicas that get the same requests at the same times waste what one does: the shares are equal."""
     texts = ("model=gemma3_12b", "cache.groups=uniform", f"replay.compiled={compiled}")

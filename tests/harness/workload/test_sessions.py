@@ -79,7 +79,7 @@ def metrics(rule: str, *overrides: str) -> dict[str, float]:
     return compute_metrics(run_of(rule, *overrides))
 
 
-@pytest.mark.parametrize("rule", list(Eviction))
+@cases("rule", list(Eviction), day=4)
 @cases("pool", [768, 1536, 4096], day=1)
 def test_no_rule_finds_more_than_the_optimum(rule: Eviction, pool: int) -> None:
     found = metrics(

@@ -54,6 +54,7 @@ def test_a_tier_finds_what_the_pool_has_lost_and_its_seconds_are_counted() -> No
     assert host["tier_saved_s"] > host["tier_load_s"] > 0
 
 
+@pytest.mark.nightly
 def test_a_slow_link_makes_loading_worse_than_computing_unless_it_is_asked() -> None:
     slow = ("cache.tier_tokens=200000", "device.host_link_gbs=0.2")
     without, always, cheaper = metrics(), metrics(*slow), metrics(*slow, "cache.tier_load=cheaper")
@@ -80,6 +81,7 @@ _AT_HAND = (
 )
 
 
+@pytest.mark.nightly
 @cases("store", ["written", "evicted"], day=1)
 @cases(
     "device",

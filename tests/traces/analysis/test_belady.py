@@ -108,7 +108,7 @@ def test_it_equals_brute_force_on_small_traces(seed: int) -> None:
         assert optimal_hits(prompts, lookups, capacity) == brute_force(prompts, lookups, capacity)
 
 
-@cases("seed", range(12), day=4)
+@cases("seed", range(12), day=2)
 def test_no_eviction_order_beats_it(seed: int) -> None:
     draw = random.Random(seed)
     trace = random_trace(draw, 60)

@@ -155,6 +155,7 @@ def test_the_engine_s_prefix_cache_hits_what_the_keys_say(rows, size: int, salts
 EVICTED_FIRST = [[(0, 1)], [(1, 9), (None, 5)], [(2, 3), (0, 2)], [(None, 14)], [(0, 1)], [(2, 5), (0, 4)]]
 
 
+@pytest.mark.nightly
 @given(prompts.filter(apart), st.integers(1, 5), st.integers(0, 12))
 @example(EVICTED_FIRST, 1, 4)
 def test_one_pass_finds_the_hits_of_an_engine_at_any_pool_that_holds_the_longest(

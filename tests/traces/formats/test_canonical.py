@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
+from tiers import cases
 from trace_samples import CANONICAL, CONTENTS, RAG, jsonl, write_ragpulse
 
 from traces.analysis.reuse import shared_prefix_tokens
@@ -74,7 +75,7 @@ def traces(draw: st.DrawFn) -> Trace:
     return Trace(header, tuple(requests))
 
 
-@pytest.mark.parametrize("end", WRITERS)
+@cases("end", WRITERS, day=1)
 @given(trace=traces())
 @settings(
     deadline=None,

@@ -99,6 +99,7 @@ def test_s3_fifo_remembers_a_hash_from_its_last_eviction_on() -> None:
     assert queue.pop(2) == [7, 9]  # the last one of b, a, d and e that is forgotten is b
 
 
+@pytest.mark.nightly
 @cases("rule", [Eviction.lru, Eviction.lfu, Eviction.gdsf, Eviction.ttl], day=(Eviction.gdsf,))
 def test_what_is_released_and_used_again_without_end_takes_no_more_memory(rule: Eviction) -> None:
     queue = new_policy(rule)
@@ -300,7 +301,7 @@ class Both(EvictionPolicy):
         return self.rule.blocks()
 
 
-@pytest.mark.parametrize("rule", list(Eviction))
+@cases("rule", list(Eviction), day=6)
 @pytest.mark.parametrize("seed", tier([3, 16], range(60)))
 def test_a_rule_evicts_as_it_is_defined(rule: Eviction, seed: int) -> None:
     """Tables of a few texts that are taken, shared, rewritten in part and released in any order."""
@@ -487,7 +488,7 @@ DEPARTURES = {
 }
 
 
-@pytest.mark.parametrize("rule", TEXTBOOKS)
+@cases("rule", TEXTBOOKS, day=6)
 @cases("size", [7, 100, 400], day=2)
 def test_single_blocks_are_evicted_as_textbooks_have_it(rule: Eviction, size: int) -> None:
     keys = popular(size, 6000)

@@ -208,6 +208,7 @@ def nested_walk(setup: GroupSetup, seed: int) -> GroupSlotModel:
     return model
 
 
+@pytest.mark.nightly
 @cases("memory", [5000, 12_000], day=1)
 @cases("sets", [(FULL, STATE), (FULL, LATENT, STATE), (STATE, NARROW, FULL)], day=1)
 def test_random_prompts_hit_inside_blocks_and_read_what_was_written(

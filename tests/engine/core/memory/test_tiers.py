@@ -96,7 +96,7 @@ def compare(
     return totals
 
 
-@pytest.mark.parametrize("store", list(TierStore))
+@cases("store", list(TierStore), day=4)
 @pytest.mark.parametrize("counts", [(34,), (34, 60)])
 @pytest.mark.parametrize("seed", range(by_tier(2, 30)))
 def test_hits_by_tier_are_those_of_an_lru_of_several_levels(
@@ -178,7 +178,7 @@ class Memory:
         self.blocks |= {(there, to): tokens for to, tokens in found.items()}
 
 
-@pytest.mark.parametrize("store", list(TierStore))
+@cases("store", list(TierStore), day=4)
 @cases(("rule", "chunk"), [(Eviction.lru, 1), (Eviction.fifo, 1), (Eviction.lru, 3)], day=2)
 @pytest.mark.parametrize("seed", range(by_tier(2, 60)))
 def test_copies_bring_every_block_back_with_its_own_tokens(
@@ -210,7 +210,7 @@ def copy_and_check(store: TierStore, rule: Eviction, chunk: int, seed: int) -> N
     assert memory.saved <= tiers.tiers[0].written * chunk
 
 
-@pytest.mark.parametrize("store", list(TierStore))
+@cases("store", list(TierStore), day=8)
 @pytest.mark.parametrize("rule", list(Eviction))
 @pytest.mark.parametrize("seed", range(by_tier(1, 20)))
 def test_random_walks_leave_every_counter_right(store: TierStore, rule: Eviction, seed: int) -> None:

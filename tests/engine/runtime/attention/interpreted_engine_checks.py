@@ -40,8 +40,8 @@ LAYERS = tier(1, 2)
 SHAPE = {
     "layers": LAYERS,
     "hidden": 32,
-    "heads": 4,
-    "kv_heads": 2,
+    "heads": tier(2, 4),
+    "kv_heads": tier(1, 2),
     "head_dim": 8,
     "intermediate": 32,
     "vocab": 64,

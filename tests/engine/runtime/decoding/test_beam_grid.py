@@ -103,17 +103,18 @@ SOME = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@cases("family", ["llama", "gpt2"], day=2)
 @cases("case", SOME, day=SOME[::6], ids=str)
 def test_end_tokens_penalties_and_stopping(family, case, model_of, ends_of):
     assert_same(model_of(family), case, ends_of(family))
 
 
-@pytest.mark.parametrize("stopping", STOPPING)
+@cases("stopping", STOPPING, day=1)
 def test_without_end_tokens_every_way_of_stopping_runs_to_the_limit(stopping, model_of):
     assert_same(model_of(), (15, 3, 0.0, stopping), [])
 
 
+@pytest.mark.nightly
 def test_a_penalty_that_no_float32_holds_still_gives_all_hypotheses(model_of, ends_of):
     loaded, prompt = model_of("llama"), prompt_of(7)
     for penalty in (-30.0, 30.0):

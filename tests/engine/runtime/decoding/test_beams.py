@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiers import cases
 
 from engine.core.options import SchedulerLimits
 
@@ -24,7 +25,7 @@ def assert_equal(found, generate, family, prompts, width):
             assert [beam.score for beam in completion.outputs] == pytest.approx(scores, abs=1e-4)
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@cases("family", ["llama", "gpt2"], day=2)
 @pytest.mark.parametrize("width", [2, 4])
 def test_sequences_and_scores_equal_generate(family, width, model_of, generate, prompts):
     found, _ = run(model_of(family), prompts, width, block_size=8)

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tiers import cases
 
 from engine.core.options import SchedulerLimits
 
@@ -71,7 +72,7 @@ def test_uniforms_do_not_depend_on_their_neighbours():
     assert len(set(many.tolist())) == 3
 
 
-@pytest.mark.parametrize("alone", [True, False])
+@cases("alone", [True, False], day=1)
 def test_a_seed_gives_the_same_samples_whatever_is_around(alone, model_of, prompts):
     asked = {"seed": 11, "temperature": 0.9, "top_p": 0.9, "top_k": 50}
     found, _ = run(model_of(), prompts[2:3] if alone else prompts, budget=512 if alone else 13, params=asked)

@@ -50,7 +50,7 @@ def rate(outputs):
     return sum(output.metrics.accepted_tokens for output in outputs) / drafted
 
 
-@pytest.mark.parametrize("mode", ["lookahead", "fork"])
+@cases("mode", ["lookahead", "fork"], day=1)
 @cases(
     ("noise", "low", "high"),
     [(0.0, 0.999, 1.0), (0.006, 0.3, 0.7), (0.018, 0.05, 0.2), (3.0, 0, 0.02)],
@@ -71,6 +71,7 @@ def test_a_perfect_draft_takes_a_fifth_of_the_steps(model_of, prompts):
     assert fast.engine.counters.generation_tokens == slow.engine.counters.generation_tokens == TOKENS
 
 
+@pytest.mark.nightly
 @cases("tokens", [1, 2, 7], day=(7,))
 def test_any_number_of_draft_tokens(tokens, model_of, prompts):
     assert run(model_of(), prompts[:3], 0.006, draft_tokens=tokens)[0] == run(model_of(), prompts[:3])[0]
