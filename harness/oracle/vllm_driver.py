@@ -453,8 +453,7 @@ def _new_scheduler(settings: dict[str, Any], config: Any) -> tuple[Any, int]:
     from vllm.v1.structured_output import StructuredOutputManager
 
     init_none_hash(sha256)
-    blocks = settings["pool_blocks"] + 1  # vLLM counts the null block
-    config.cache_config.num_gpu_blocks = blocks
+    config.cache_config.num_gpu_blocks = blocks = settings["pool_blocks"] + 1  # vLLM counts the null block
     kv_cache = _kv_cache(config, blocks)
     block_size, hash_size = resolve_kv_cache_block_sizes(kv_cache, config)
     made = config.scheduler_config.get_scheduler_cls()(
@@ -519,7 +518,8 @@ def main() -> int:
         import vllm
 
         if "settings" in asked:
-            return {"vllm": vllm.__version__, **Driver(asked["settings"], folder).asked}
+            driver = Driver(asked["settings"], folder)
+            return {"vllm": vllm.__version__, **driver.asked}
         assert driver is not None, "settings come first"
         for request in asked["submit"]:
             driver.submit(request)

@@ -4,6 +4,9 @@ By night 60 random workloads of each family are compared, drawn by the date (PAG
 excerpts of two public traces.
 """
 
+import json
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import count, islice
@@ -141,6 +144,39 @@ def test_a_public_trace_is_scheduled_alike(
     assert main(["run", *overrides]) == 0
     (record,) = read_store(tmp_path).records.values()
     assert record.oracle["compared"] == record.oracle["steps"] > 100
+
+
+# vLLM itself is another's; that its driver keeps what it made of the settings shows without it
+DRIVEN = """
+import sys, types
+sys.modules["vllm"] = types.SimpleNamespace(__version__="a version")
+import harness.oracle.vllm_driver as driver
+
+class Made:
+    def __init__(self, settings, folder):
+        self.asked, self.submitted = {"asked": settings}, []
+    def submit(self, request):
+        self.submitted.append(request)
+    def step(self, accepted, idle):
+        return {"of": self.asked["asked"], "submitted": self.submitted, "accepted": accepted, "idle": idle}
+
+driver.Driver, driver._use_platform, driver._register_layers = Made, lambda: None, lambda: None
+sys.exit(driver.main())
+"""
+
+
+def test_the_driver_answers_the_steps_behind_its_settings() -> None:
+    told = [{"settings": 1}, {"submit": ["a"]}, {"submit": [], "idle": True}, {"settings": 2}, {"submit": []}]
+    asked = "".join(json.dumps(one) + "\n" for one in told)
+    done = subprocess.run([sys.executable, "-c", DRIVEN], input=asked, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [
+        {"vllm": "a version", "asked": 1},
+        {"of": 1, "submitted": ["a"], "accepted": {}, "idle": False},
+        {"of": 1, "submitted": ["a"], "accepted": {}, "idle": True},
+        {"vllm": "a version", "asked": 2},
+        {"of": 2, "submitted": [], "accepted": {}, "idle": False},
+    ]
 
 
 def test_an_interpreter_without_vllm_is_refused_with_the_command(
