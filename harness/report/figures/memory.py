@@ -299,29 +299,30 @@ def draw_groups(study: Study, axes: Axes) -> Picture:
     return Drawing("groups_over_time", caption, figure, data)
 
 
-_OF_BLOCKS = ("tail_waste", "hit_ratio")
+_OF_BLOCKS: Mapping[str, str] = {
+    "tail_waste": "reserved and internal slots per sequence that decodes, with the closed form (B − 1) / 2 of a length "
+    "that is uniform modulo the block size",
+    "hit_ratio": "prompt tokens found in the cache, whole blocks only, so large blocks find less",
+}
 
 
 def draw_waste(study: Study, axes: Axes) -> Picture:
-    """Left: unfilled slots per decoding sequence; right: hit ratio. Marks: points; line: (B − 1) / 2."""
+    """Unfilled slots per decoding sequence and hit ratio, where known. Marks: points; line: (B − 1) / 2."""
     if BLOCK not in axes.values:
         return Missing(
             "waste", "The block size was not swept (cache.block_size=8,16,32), so its cost is not drawn."
         )
     paged = [record for record in study.records if record.policy == "paged"]
-    table = comparison_table(paged, axes, _OF_BLOCKS)
-    if table.empty:
+    table = comparison_table(paged, axes, [*_OF_BLOCKS])
+    shown = [name for name in _OF_BLOCKS if (table["metric"] == name).any()]
+    if not shown:
         return Missing("waste", "No paged point has figures about blocks.")
-    figure, grid = panels(PAGE_IN, 2.5, 1, 2)
-    for panel, name in zip(grid, _OF_BLOCKS, strict=True):
+    figure, grid = panels(PAGE_IN, 2.5, 1, len(shown))
+    for panel, name in zip(grid, shown, strict=True):
         _block_panel(panel, name, table[table["metric"] == name])
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
-    caption = (
-        "Every mark is one paged point. Left: reserved and internal slots per sequence that decodes, with the closed "
-        "form (B − 1) / 2 of a length that is uniform modulo the block size. Right: prompt tokens found in the cache, "
-        "whole blocks only, so large blocks find less."
-    )
-    return Drawing("waste", caption, figure, table)
+    meaning = "; ".join(f"{METRICS[name].label}: {_OF_BLOCKS[name]}" for name in shown)
+    return Drawing("waste", f"Every mark is one paged point. {meaning[0].upper()}{meaning[1:]}.", figure, table)
 
 
 def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:

@@ -58,6 +58,29 @@ def test_no_two_baselines_look_alike_in_the_curves(study, curve):
     assert set(BASELINES[1:]) <= set(labels)
 
 
+def test_a_baseline_without_blocks_stands_beside_every_block_size(study):
+    layout = curves.FacetLayout("workload.prefix_share", None, "cache.block_size", ("request_throughput",))
+    with style():
+        found = curves.draw(study, find_axes(study.records), layout)
+    assert "Dashed: contiguous_max, contiguous_oracle, contiguous_pow2" in found.caption
+    assert len(found.figure.axes) == 3
+    for panel in found.figure.axes:
+        colours = {line.get_color() for line in panel.lines if len(line.get_xdata()) > 1}
+        assert {policy_line(name)["color"] for name in BASELINES[1:]} <= colours
+
+
+@pytest.mark.parametrize("absent", ["hit_ratio", "tail_waste"])
+def test_block_sizes_without_a_prefix_cache_or_without_decoding_are_drawn_by_what_is_known(study, absent):
+    known = [
+        replace(record, comparison=[row for row in record.comparison if row["metric"] != absent])
+        for record in study.records[:3]
+    ]
+    with style():
+        found = memory.draw_waste(replace(study, records=tuple(known)), find_axes(study.records))
+    assert len(found.figure.axes) == 1
+    assert ("Hit ratio" in found.caption) is (absent == "tail_waste")
+
+
 def test_attention_is_compared_at_equal_load(study):
     with style():
         found = curves.draw_kernel(study, find_axes(study.records))
