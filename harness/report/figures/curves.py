@@ -213,10 +213,12 @@ def _with_others(
         return table
     others = comparison_table(same, axes, layout.metrics)
     x = float("nan") if layout.x == BLOCK else others[layout.x].astype(float)
-    column = _names(others, same, layout.col) if layout.col != BLOCK else None
-    others = others.assign(x=x, series=others[POLICY], column=column)
-    if layout.col and layout.col != BLOCK:  # only beside columns that the figure has
-        others = others[others["column"].isin(set(table["column"]))]
+    others = others.assign(x=x, series=others[POLICY])
+    columns = table[["column"]].drop_duplicates()
+    if layout.col == BLOCK:  # what has no blocks of its own stands beside each size
+        others = others.merge(columns, how="cross")
+    else:  # only beside columns that the figure has
+        others = others.assign(column=_names(others, same, layout.col)).merge(columns)
     return pd.concat([table, others], ignore_index=True)
 
 

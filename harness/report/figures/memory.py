@@ -321,8 +321,8 @@ def draw_waste(study: Study, axes: Axes) -> Picture:
     for panel, name in zip(grid, shown, strict=True):
         _block_panel(panel, name, table[table["metric"] == name])
     figure.legend(*grid[0].get_legend_handles_labels(), loc="outside upper center", ncols=5)
-    meaning = "; ".join(f"{METRICS[name].label}: {_OF_BLOCKS[name]}" for name in shown)
-    return Drawing("waste", f"Every mark is one paged point. {meaning[0].upper()}{meaning[1:]}.", figure, table)
+    meaning = " ".join(f"{METRICS[name].label.capitalize()}: {_OF_BLOCKS[name]}." for name in shown)
+    return Drawing("waste", f"Every mark is one paged point. {meaning}", figure, table)
 
 
 def _block_panel(panel: "Panel", name: str, found: "pd.DataFrame") -> None:
