@@ -37,16 +37,10 @@ def draw(result: Result) -> style.Drawing | None:
     if axes:
         (_stacked if found.form == "stacked" else _bars)(axes[0], result)
     rows = [
-        {
-            "of": one.bar.of,
-            "part": one.bar.part,
-            "printed": _shown(one),
-            "ours": one.ours,
-            "error": one.error,
-            "fitted": one.bar.fitted,
-        }
+        {"of": one.bar.of, "part": one.bar.part, "printed": _shown(one), "ours": one.ours, "error": one.error,
+         "fitted": one.bar.fitted}
         for one in result.bars
-    ]
+    ]  # fmt: skip
     rows += [
         {"of": name, "part": f"{found.curves[1]}={x:g}" if found.curves else "", "ours": y}
         for name, points in result.curves.items()

@@ -23,7 +23,7 @@ BEAMS, SAMPLES = "decoding.beam_width", "decoding.n"
 RATES, LATENCY = "request_throughput", "norm_latency_mean"
 _LATENCY_WORDS = "end-to-end time per output token"  # what normalized latency is
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
-_SAME = 0.01  # differences below this are none, where nothing was repeated
+_SAME = 0.01  # differences below this, of shares a point of 100, are none
 _WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
 _PAIRED = 200  # points that are compared two by two, at most
 _SIDES: tuple[Side, ...] = ("measured", "simulated")
@@ -249,13 +249,15 @@ def _waste(groups: Sequence[Sequence[PointRecord]]) -> str:
 
 
 def differs(one: PointRecord, other: PointRecord, metric: str) -> bool:
-    """Whether two points differ by more than both their spreads of repeats, or by 1 % where nothing was repeated."""
+    """Whether two points differ by more than both their spreads of repeats, and by 1 %, of shares by a point of 100."""
     first, second = value(one, metric), value(other, metric)
-    if not first or not second:
+    if first is None or second is None:
         return False
     spreads = [record.value(metric, "spread") for record in (one, other)]
     noise = max([_SAME, *(spread for spread in spreads if spread is not None)])
-    return bool(abs(log(first / second)) > noise)
+    if METRICS[metric].is_share:
+        return abs(first - second) > noise
+    return abs(log(first / second)) > noise if first and second else first != second
 
 
 def best_value(

@@ -335,8 +335,8 @@ def summary_markdown(root: Path, against: Path | None = None) -> str:
     """
     study = read_study(root)
     verdict = judge(study.records)
-    lines = [f"## PageTwin: {study.name}", ""]
-    lines += [
+    lines = [
+        *(f"## PageTwin: {study.name}", ""),
         *completeness(study, verdict),
         *beside_figures(study.records),
         "",
@@ -357,7 +357,7 @@ class Change:
 
     `middle`, `low` and `high` are the median change and its 95 % interval (of fewer than three points the range), as
     shares of the other store's value, of shares as differences. At `clear` of `points` the change is beyond the spread
-    of repeated runs.
+    of repeated runs, and beyond 1 % (of shares: a point of 100).
     """
 
     metric: Metric
@@ -383,7 +383,8 @@ class Change:
                 "worse" if self.worse else ""]  # fmt: skip
 
 
-CHANGE_HEAD = ["metric", "change, median", "95 % interval", "changed beyond the spread", "side", ""]
+CHANGE_HEAD = ["metric", "change, median", "95 % interval (of 1 or 2: range)", "beyond 1 % and the spread", "side",
+               ""]  # fmt: skip
 
 
 def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
@@ -406,6 +407,8 @@ def changes(root: Path, against: Path) -> tuple[list[Change], list[str]]:
     differ = ", ".join(sorted(set[str]().union(*(differing(*pair) for pair in pairs))))
     matched = f"{len(pairs):,} of {len(records):,} points have the settings of a point of {against}"
     matched += f", but for {differ}." if differ else "."
+    if lost := len(pairs) - len(alike):
+        matched += f" {numbered(lost, 'point')} of them measured in one store alone: not compared."
     before = [f"{against}: {line}" for line in beside_figures([*known.values()])]
     return [one for one in found if one is not None], [matched, *before, *_largest(alike)]
 

@@ -223,13 +223,8 @@ def _with_others(
 
 
 def _panel(
-    panel: "Panel",
-    metric: str,
-    whole: "pd.DataFrame",
-    found: "pd.DataFrame",
-    layout: FacetLayout,
-    columns: int,
-) -> str:
+    panel: "Panel", metric: str, whole: "pd.DataFrame", found: "pd.DataFrame", layout: FacetLayout, columns: int
+) -> str:  # fmt: skip
     """Draw one panel and return its unit; all panels of a row (`whole`) have one scale."""
     unit = ""
     if found["simulated"].notna().any():

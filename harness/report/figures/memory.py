@@ -72,12 +72,8 @@ def _allocator(record: PointRecord) -> str:
 
 
 def _stack(
-    panel: "Panel",
-    table: "pd.DataFrame",
-    names: Sequence[str],
-    states: Mapping[str, str],
-    sides: Sequence[str],
-) -> None:
+    panel: "Panel", table: "pd.DataFrame", names: Sequence[str], states: Mapping[str, str], sides: Sequence[str]
+) -> None:  # fmt: skip
     height = 0.8 / len(sides)
     ticks: dict[float, str] = {}
     for row, name in enumerate(names):
@@ -402,12 +398,9 @@ def _against_the_best(panel: "Panel", table: "pd.DataFrame") -> None:
     places = range(len(wide))
     panel.barh(places, 100 * wide["hit_ratio"], height=0.7, color=PALETTE[0], linewidth=0, label="found")
     panel.plot(
-        *(100 * wide["optimal_hit_ratio"], places, "|"),
-        color="black",
-        markersize=12,
-        markeredgewidth=2,
+        *(100 * wide["optimal_hit_ratio"], places, "|"), color="black", markersize=12, markeredgewidth=2,
         label="bound for any order",
-    )
+    )  # fmt: skip
     panel.set_yticks(places, list(wide.index), fontsize=6)
     panel.set(ylim=(len(wide) - 0.5, -0.5), xlabel="prompt tokens found (%)")
     panel.set_xlim(left=0)

@@ -8,6 +8,7 @@ from synthetic_store import write_point, write_store
 from tiers import cases
 
 from harness.cli.main import main
+from harness.metrics import METRICS
 from harness.report import ReportError
 from harness.report.verdict_text import change_lines, changes, summary_markdown
 from harness.store.manifest import read_manifest, write_manifest
@@ -15,14 +16,14 @@ from harness.store.manifest import read_manifest, write_manifest
 POINTS = [{"cache.policy": "paged", "cache.block_size": size} for size in (8, 16, 32)]
 
 
-def row(value: float, spread: float = 0.01) -> dict[str, object]:
+def row(value: float, spread: float = 0.01, metric: str = "request_throughput") -> dict[str, object]:
     sides = {"analytic": None, "simulated": value, "measured": value, "low": value, "high": value}
-    return {"metric": "request_throughput", "unit": "requests/s", **sides, "error": 0.0, "spread": spread}
+    return {"metric": metric, "unit": METRICS[metric].unit, **sides, "error": 0.0, "spread": spread}
 
 
-def store(folder: Path, value: float, spread: float = 0.01) -> Path:
+def store(folder: Path, value: float, spread: float = 0.01, metric: str = "request_throughput") -> Path:
     for point in POINTS:
-        write_point(folder, point, comparison=[row(value, spread)])
+        write_point(folder, point, comparison=[row(value, spread, metric)])
     return folder
 
 
@@ -46,6 +47,15 @@ def test_equal_stores_show_no_change(tmp_path: Path) -> None:
 def test_only_a_change_for_the_worse_beyond_the_spread_is_worse(tmp_path, now, spread, worse):
     rows, _ = changes(store(tmp_path / "new", now, spread), store(tmp_path / "old", 10.0, spread))
     assert [one.worse for one in rows] == [worse]
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "spread", "worse"), [(0.0, 0.5, 0.0, True), (0.4, 0.42, 0.03, False), (0.9, 0.92, 0.001, True)]
+)  # fmt: skip
+def test_a_share_changes_by_points_also_from_and_to_nothing(tmp_path, now, before, spread, worse):
+    folders = [(tmp_path / name, value) for name, value in (("new", now), ("old", before))]
+    (one,), _ = changes(*(store(folder, value, spread, "hit_ratio") for folder, value in folders))
+    assert (one.clear, one.worse) == (3 * worse, worse)
 
 
 def test_a_report_on_two_stores_shows_what_changed_and_ends_with_one_if_it_is_worse(tmp_path: Path) -> None:
@@ -98,4 +108,5 @@ def test_a_measured_point_is_not_set_against_a_predicted_one(tmp_path: Path) -> 
         write_point(old, point, measure=False, comparison=[row(10.0) | {"measured": None}])
     rows, said = changes(new, old)
     assert rows == []
+    assert "3 points of them measured in one store alone: not compared." in said[0]
     assert not any("throughput" in line for line in said)
