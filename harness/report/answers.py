@@ -2,7 +2,7 @@
 
 A sentence compares points that differ in one setting alone. It gives the median of their ratios with a 95 % bootstrap
 interval over the matched points; of fewer than three it gives their range. Measured values are used where there are
-any.
+any; a measured point is not compared with a predicted one.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +12,7 @@ from math import log
 from statistics import median
 from typing import Any
 
+from harness.console import numbered
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord, Side
 from harness.metrics.verdict import COUNTS, ClassVerdict, Trust, Verdict, median_interval
@@ -24,6 +25,8 @@ RATES, LATENCY = "request_throughput", "norm_latency_mean"
 _LATENCY_WORDS = "end-to-end time per output token"  # what normalized latency is
 _FEW = 1 / 3  # of the differences exceed the spread: below, a setting does not matter
 _SAME = 0.01  # differences below this, of shares a point of 100, are none
+# What a user is given and does not choose. Points that differ in it are compared each with its like.
+_GIVEN = ("workload.", "trace", "replay.", "cost", BEAMS, SAMPLES)
 _WAITING = 0.5  # requests in the queue, on average: memory or the batch is short
 _PAIRED = 200  # points that are compared two by two, at most
 _SIDES: tuple[Side, ...] = ("measured", "simulated")
@@ -75,20 +78,26 @@ class Answer:
 
 @dataclass(frozen=True)
 class Ratio:
-    """The median of matched ratios with its interval or range."""
+    """The median of matched ratios with its interval or range; `clear` of the pairs differ by more than chance."""
 
     middle: float
     low: float
     high: float
     pairs: int
+    clear: int
 
     @property
     def sure(self) -> bool:
-        """Whether the interval leaves out 1."""
-        return self.low > 1 or self.high < 1
+        """Whether the interval leaves out 1, and not by chance."""
+        return (self.low > 1 or self.high < 1) and self.clear >= _FEW * self.pairs
+
+    @property
+    def kind(self) -> str:
+        """What `low` and `high` are."""
+        return "95 % interval" if self.pairs > 2 else "range"
 
     def __str__(self) -> str:
-        return f"{self.middle:.2f} times (95 % interval {self.low:.2f} to {self.high:.2f})"
+        return f"{self.middle:.2f} times ({self.kind} {self.low:.2f} to {self.high:.2f})"
 
     @property
     def number(self) -> str:
@@ -98,9 +107,7 @@ class Ratio:
     @property
     def band(self) -> str:
         """The interval, or of fewer than three pairs the range, and what it rests on."""
-        kind = "95 % interval" if self.pairs > 2 else "range"
-        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
-        return f"{kind} {self.low:.2f}–{self.high:.2f}, {pairs}"
+        return f"{self.kind} {self.low:.2f}–{self.high:.2f}, {numbered(self.pairs, 'pair')}"
 
 
 def answers(study: Study, axes: Axes, verdict: Verdict) -> list[Answer]:
@@ -135,15 +142,16 @@ def ratio(pairs: Sequence[Pair], metric: str) -> Ratio | None:
     if not found:
         return None
     low, high = median_interval(found) or (min(found), max(found))
-    return Ratio(median(found), low, high, len(found))
+    return Ratio(median(found), low, high, len(found), sum(differs(*pair, metric) for pair in pairs))
 
 
 def matched(records: Sequence[PointRecord], axes: Axes, *, free: Sequence[str]) -> list[list[PointRecord]]:
-    """Groups of points that are alike in every swept setting and the policy, except in `free`."""
+    """Groups of points, all measured or none, alike in every swept setting and the policy, except in `free`."""
     fixed = [key for key in (POLICY, *axes.values) if key not in free]
     groups: dict[tuple[Any, ...], list[PointRecord]] = {}
     for record in records:
-        groups.setdefault(tuple(record.setting(key) for key in fixed), []).append(record)
+        alike = bool(record.measured), *(record.setting(key) for key in fixed)
+        groups.setdefault(alike, []).append(record)
     return [group for group in groups.values() if len(group) > 1]
 
 
@@ -167,7 +175,7 @@ def _against_baselines(study: Study, axes: Axes) -> Iterator[Answer]:
             continue
         text = f"Against {name}, paging serves {_more(served)} requests per second"
         if held is not None:
-            memory = Ratio(1 / held.middle, 1 / held.high, 1 / held.low, held.pairs)
+            memory = replace(held, middle=1 / held.middle, low=1 / held.high, high=1 / held.low)
             text += f", and allocates {memory} the memory for the same tokens"
         text += f" (medians over {_matched(served.pairs)}, {_side([one for pair in pairs for one in pair])})."
         value = ("paged" if served.middle > 1 else name) if served.sure else "either"
@@ -188,15 +196,16 @@ def _more(found: Ratio) -> str:
 
 
 def _matched(count: int) -> str:
-    return "1 matched pair of points" if count == 1 else f"{count:,} matched pairs of points"
+    return f"{numbered(count, 'matched pair')} of points"
 
 
 def _settings(study: Study, axes: Axes) -> Iterator[Answer]:
-    """The best value of each swept number that no other answer is about, or of each swept name where no number was
-    swept; the block size first.
+    """The best value of each swept number that can be chosen, or of each such name where no number was swept; the
+    block size first.
     """
-    keys = set(axes.numeric or axes.values) - {SHARE, BEAMS, SAMPLES, RATE}
-    for key in sorted(keys, key=lambda key: (key != BLOCK, list(axes.values).index(key))):
+    named = [key for key in axes.values if not key.startswith(_GIVEN)]
+    keys = [key for key in named if key in axes.numeric] or named
+    for key in sorted(keys, key=lambda key: key != BLOCK):
         records = [r for r in study.records if r.policy == "paged"] if key == BLOCK else study.records
         groups = matched(records, axes, free=[key])
         if any(combinations(group, 2) for group in groups):
@@ -219,7 +228,7 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
         f"{count:,} of {len(pairs):,} differences in {METRICS[metric].label}"
         for metric, count in clear.items()
     )
-    limit = "the run-to-run spread" if study.measured else f"{100 * _SAME:g} %"
+    limit = _chance(study)
     best, safest = best_value(groups, key, LATENCY, higher=False), _safest(groups, key, LATENCY)
     few, advice = max(clear.values()) < _FEW * len(pairs), ""
     if few or best is None:
@@ -260,6 +269,12 @@ def differs(one: PointRecord, other: PointRecord, metric: str) -> bool:
     return abs(log(first / second)) > noise if first and second else first != second
 
 
+def _chance(study: Study) -> str:
+    """What a difference that counts exceeds, in words."""
+    repeated = any(record.value(RATES, "spread") is not None for record in study.measured)
+    return "the run-to-run spread" if repeated else f"{100 * _SAME:g} %"
+
+
 def best_value(
     groups: Sequence[Sequence[PointRecord]], key: str, metric: str, *, higher: bool
 ) -> tuple[Any, Ratio] | None:
@@ -296,7 +311,7 @@ class Safest:
     def __str__(self) -> str:
         name, reach = METRICS[self.metric].label, f"{100 * self.reach:.0f} %"
         if not self.loss:
-            never = f"No other beats {self.value} beyond the spread in {name} at any of {self.settings}"
+            never = f"No other clearly beats {self.value} in {name} at any of {self.settings}"
             return f"{never} settings; with {self.other} it can be {reach} above the best one's."
         return (
             f"The safest is {self.value}: at {self.good} of {self.settings} settings no other beats it, and its {name}"
@@ -486,7 +501,7 @@ def _trust(study: Study, axes: Axes, verdict: Verdict) -> Iterator[Answer]:
             lines.append(
                 f"The simulation orders block sizes by {METRICS[metric].label} as measured in {found.agree} of "
                 f"{found.pairs} pairs, and in {found.clear_agree} of the {found.clear} that differ by more than "
-                "the spread."
+                f"{_chance(study)}."
             )
     # of many points an evenly spread part
     few = study.measured[:: max(1, -(-len(study.measured) // _PAIRED))]

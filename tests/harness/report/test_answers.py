@@ -97,6 +97,55 @@ def test_a_block_size_that_matters_is_named_as_the_best(records):
     assert "differences in normalized latency mean exceed the run-to-run spread" in text
 
 
+def test_two_pairs_have_a_range_and_what_lies_within_the_spread_is_no_difference(records):
+    one = [record for record in records if record.setting("decoding.beam_width") == 1]
+    same = [record for record in one if record.setting("workload.prefix_share") == 0.0]
+    few = [record for record in same if record.setting("cache.block_size") != 32]
+    clear = Changed(
+        few, only({"request_throughput"}, lambda point: 2.0 if point["policy"] == "paged" else 1.0)
+    )
+    text = clear.text("against_contiguous_max")
+    assert "paging serves more: " in text
+    assert "times (range " in text
+    assert "95 %" not in text
+    near = Changed(few)
+    for record in near.records:  # 0.5 % apart, which no run tells from another
+        row = next(row for row in record.comparison if row["metric"] == "request_throughput")
+        row["measured"] = 10.05 if record.policy == "paged" else 10.0
+    assert "paging serves as many (" in near.text("against_contiguous_max")
+    assert near.choice("against_contiguous_max").value == "either"
+
+
+def test_without_repeats_no_difference_is_said_to_exceed_a_spread(records):
+    study = Changed(records)
+    for record in study.records:
+        for row in record.comparison:
+            row["spread"] = None
+    assert "exceed 1 %" in study.text("cache.block_size")
+    assert "differ by more than 1 %" in study.text("trust")
+    assert "spread" not in study.text("cache.block_size")
+
+
+def test_what_a_user_is_given_is_no_choice_and_names_beside_it_are_one(tmp_path):
+    study = Changed(
+        read_study(
+            write_store(
+                tmp_path, grid({"workload.seed": (0, 1), "cache.eviction": ("lru", "ttl")}, ["paged"])
+            )
+        ).records
+    )
+    keys = {one.key for one in answers(study, study.axes, study.verdict)}
+    assert "workload.seed" not in keys
+    assert "cache.eviction" in keys
+
+
+def test_no_measured_point_is_compared_with_a_predicted_one(records):
+    study = Changed(records)
+    alone = [record if record.policy == "paged" else replace(record, measured={}) for record in study.records]
+    study.records = tuple(alone)
+    assert "against_contiguous_max" not in {one.key for one in answers(study, study.axes, study.verdict)}
+
+
 def test_where_no_block_size_wins_everywhere_the_one_with_the_smallest_worst_loss_is_named(records):
     # 8 wins with little sharing and loses a lot with much; 32 the other way round; 16 is never far from the best
     factors = {
