@@ -106,6 +106,7 @@ def _sized_by(pool: Mapping[str, Any]) -> str:
     return f"{words}; {pool['note']}" if pool.get("note") else words
 
 
+LATEX = ("points.tex", "errors.tex")
 _MOST_PRINTED = 12  # rows of a table in a paper
 
 
@@ -147,14 +148,14 @@ def latex_files(records: Sequence[PointRecord], axes: Axes, verdict: Verdict) ->
     # errors.tex has them
     printed = [place for place, (_, side) in enumerate(both) if side != _SHORT["error"]]
     rows = [[row[place] for place in printed] for row in spread(points.rows, _MOST_PRINTED)]
-    files = {"points.tex": latex_table([both[place] for place in printed], rows, points.words)}
+    files = {LATEX[0]: latex_table([both[place] for place in printed], rows, points.words)}
     judged = verdict_table(verdict)
     if judged.rows:
         kept = [
             judged.head.index(name) for name in ("metric", "verdict", "typical error", "noise floor", "worst")
         ]
         cells = [[row[place] for place in kept] for row in judged.rows]
-        files["errors.tex"] = latex_table([("", judged.head[place]) for place in kept], cells, 2)
+        files[LATEX[1]] = latex_table([("", judged.head[place]) for place in kept], cells, 2)
     return files
 
 

@@ -16,12 +16,11 @@ from typing import Any
 from harness.config.schema import Figures, ReportConfig
 from harness.metrics import METRICS
 from harness.metrics.record import PointRecord
-from harness.report import style
+from harness.report import style, tables
 from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, find_axes, point_cells
 from harness.report.figures import curves, errors, memory
 from harness.report.page import Section, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
-from harness.report.tables import latex_files
 from harness.report.verdict_text import console_lines, judged
 from harness.store import StoreError
 from harness.store.atomic import growing, write_files
@@ -101,7 +100,7 @@ def _write(
     axes = find_axes(study.records)
     pictures, added, files, panels = _drawn(study, axes, additions, options)
     if options.latex:
-        files |= latex_files(study.records, axes, judged(study))
+        files |= tables.latex_files(study.records, axes, judged(study))
     streamed = study.is_thinned or rows is not None
     if not streamed:
         files[LONG] = _points_csv(study.records, axes)
@@ -250,8 +249,8 @@ def _remove_old_figures(folder: Path, names: Container[str], files: Container[st
     """Remove figures of an earlier report that this one does not have. Files of other names stay."""
     (folder / (WIDE if LONG in files else LONG)).unlink(missing_ok=True)
     for path in folder.iterdir():
-        ours = path.stem in names or path.stem.startswith(("curve_", "kernel_"))
-        if (ours or path.suffix == ".tex") and path.suffix in _SUFFIXES and path.name not in files:
+        ours = path.stem in names or path.stem.startswith(("curve_", "kernel_")) or path.name in tables.LATEX
+        if ours and path.suffix in _SUFFIXES and path.name not in files:
             path.unlink()
 
 

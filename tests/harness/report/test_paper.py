@@ -211,6 +211,14 @@ def test_a_report_writes_panels_and_latex_where_asked_and_takes_them_away(
     assert list(figures.glob("*.tex")) == []
 
 
+def test_files_of_the_author_beside_the_figures_stay(tmp_path: Path) -> None:
+    for name in ("mine.tex", "points.tex", "curve_gone.svg"):
+        (tmp_path / name).write_text("a drawing of the author's")
+    (tmp_path / write.LONG).touch()
+    write._remove_old_figures(tmp_path, {"two"}, {write.LONG})
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mine.tex", write.LONG]
+
+
 def test_the_keys_of_a_sweep_and_the_options_of_report_ask_for_the_same(store: Path) -> None:
     asked: list[Any] = []
     report = SimpleNamespace(
