@@ -202,12 +202,15 @@ def comparison_table(
 def _with_raw(record: PointRecord, row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The row with `raw`: where a yardstick's pace was divided out of measured times, multiplied by the point's pace.
 
-    Exact for totals of a run; a quantile is that of the mean pace. Other figures are as they were measured.
+    Exact for totals of a run, in whose span nothing is divided out of idle time; a quantile is that of the mean pace.
+    Other figures are as they were measured.
     """
     raw, unit = row.get("measured"), row.get("unit") or ""
     if raw is not None and record.pace.get("by") == "yardstick":
-        raw *= record.pace["ratio"] if unit == "s" or unit.startswith("s/") else 1.0
-        raw /= record.pace["ratio"] if unit.endswith("/s") else 1.0
+        pace, busy = record.pace["ratio"], record.value("busy_share", "measured")
+        span = 1 + (1.0 if busy is None else busy) * (pace - 1)
+        raw *= span if row["metric"] == "span" else pace if unit == "s" or unit.startswith("s/") else 1.0
+        raw /= span if unit.endswith("/s") else 1.0
     return {**row, "raw": raw}
 
 

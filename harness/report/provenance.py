@@ -303,11 +303,11 @@ def trace_changes(records: Sequence[PointRecord]) -> list[str]:
     ]
 
 
-def left_out(records: Sequence[PointRecord]) -> list[str]:
-    """Rows that a trace reader dropped or noted, by reason; the largest number over the points."""
+def left_out(records: Sequence[PointRecord], kinds: Sequence[str] = ("dropped", "noted")) -> list[str]:
+    """Rows that a trace reader dropped, or kept and noted, by reason; the largest number over the points."""
     found: dict[str, int] = {}
     for record in records:
-        for kind in ("dropped", "noted"):
+        for kind in kinds:
             for reason, count in (record.trace.get(kind) or {}).items():
                 key = f"{reason} ({kind})"
                 found[key] = max(found.get(key, 0), int(count))
@@ -315,9 +315,11 @@ def left_out(records: Sequence[PointRecord]) -> list[str]:
 
 
 def trace_line(records: Sequence[PointRecord]) -> str:
-    """What was left out of the trace, and how many changes were made to it, in a sentence."""
-    out, changes = left_out(records), len(trace_changes(records))
+    """What was left out of the trace, what was kept and noted, and how many changes were made, in a sentence."""
+    out, noted = (left_out(records, [kind]) for kind in ("dropped", "noted"))
+    changes = len(trace_changes(records))
     kept = f"left out: {'; '.join(out)}" if out else "no row was left out"
+    kept += f" (kept: {'; '.join(noted)})" if noted else ""
     return f"{kept}, {changes} changes were made" if changes else f"{kept}, and nothing was changed"
 
 
@@ -341,7 +343,7 @@ def attribution_table(records: Sequence[PointRecord]) -> Table | None:
     rows = [[METRICS[name].label, *_level_cells(name, points)] for name, points in found.items()]
     head = ["metric", *("error" if place % 3 == 0 else _SUB[place % 3] for place in range(9)), "all levels"]
     groups = [("", 1), *((title, 3) for title in LEVELS.values()), ("", 1)]
-    title = "Signed error by level (the levels add up), its spread over repeated runs, its share; medians over points"
+    title = "Signed error by level, its spread over repeated runs, its share; medians over points, which do not add up"
     return Table(head, rows, title=title, groups=groups)
 
 

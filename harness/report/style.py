@@ -229,16 +229,9 @@ WIDTHS_IN = {Paper.column: 3.33, Paper.page: 7.0}
 
 _LEAST_HEIGHT_IN, _LEGEND_IN = 2.2, 0.5
 _SIGNS = {
-    "≤": r"$\le$",
-    "≥": r"$\ge$",
-    "×": r"$\times$",
-    "−": "$-$",
-    "µ": r"\textmu{}",
-    "±": r"$\pm$",
-    "…": r"\dots{}",
-    "–": "--",
-    "→": r"$\to$",
-}
+    "≤": r"$\le$", "≥": r"$\ge$", "×": r"$\times$", "−": "$-$", "µ": r"\textmu{}", "±": r"$\pm$", "…": r"\dots{}",
+    "–": "--", "→": r"$\to$",
+}  # fmt: skip
 
 
 def panel_files(drawing: Drawing, paper: Paper, *, pdf: bool = True) -> dict[str, bytes]:

@@ -109,14 +109,9 @@ def draw_overview(study: Study, axes: Axes, *, narrow: bool = False) -> Picture:
 
 
 def draw(
-    study: Study,
-    axes: Axes,
-    layout: FacetLayout,
-    *,
-    name: str = "",
-    like: PointRecord | None = None,
+    study: Study, axes: Axes, layout: FacetLayout, *, name: str = "", like: PointRecord | None = None,
     baselines: bool = True,
-) -> Picture:
+) -> Picture:  # fmt: skip
     """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
     key = layout.x
     name = name or "curve_" + key.replace(".", "_")
@@ -334,7 +329,9 @@ def draw_tradeoff(study: Study, axes: Axes) -> Picture:
     best = "No other point serves more requests than those named with a lower normalized latency"
     caption = f"Every mark is one point ({side}{where}). {best} (E2E latency / output tokens)."
     if rates:
-        caption += " Right: the axes of the PagedAttention paper (SOSP'23, figure 12)."
+        caption += (
+            " Right: the axes of the PagedAttention paper (SOSP'23, figure 12); lines: medians of the marks."
+        )
     return Drawing("tradeoff", caption, figure, table)
 
 

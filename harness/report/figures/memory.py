@@ -186,10 +186,12 @@ def binned(steps: "pd.DataFrame", heights: "pd.DataFrame", end_s: float | None =
 
 
 def _integral(at: Float, start: Float, seconds: Float, height: Float) -> Float:
-    """∫ of the step function (height[i] during step i, else 0) from 0 to each time in `at`; steps are in order."""
-    knots = np.column_stack([start, start + seconds]).ravel()
-    sums = np.column_stack([np.zeros_like(start), seconds * height]).ravel().cumsum()
-    return np.asarray(np.interp(at, knots, sums, left=0.0), dtype=np.float64)
+    """∫ of the sum over steps (height[i] during step i, else 0) from 0 to each time in `at`; replicas run at once."""
+    knots = np.concatenate([start, start + seconds])
+    order = np.argsort(knots, kind="stable")
+    slopes = np.concatenate([height, -height])[order].cumsum()
+    sums = np.concatenate([[0.0], (slopes[:-1] * np.diff(knots[order])).cumsum()])
+    return np.asarray(np.interp(at, knots[order], sums, left=0.0), dtype=np.float64)
 
 
 def _areas(panel: "Panel", data: "pd.DataFrame", colours: Mapping[str, str], unit: float = 1.0) -> None:

@@ -11,11 +11,11 @@ from harness.metrics import METRICS
 from harness.metrics.log import SLOT_STATES
 from harness.metrics.record import PointRecord
 from harness.report import numbers
-from harness.report.axes import alike, find_axes, reference
+from harness.report.axes import _with_raw, alike, find_axes, reference
 from harness.report.figures.curves import FacetLayout, _series
 from harness.report.figures.memory import _bin
 from harness.report.figures.series import axis_scale
-from harness.report.provenance import cautions, facts_table, heldout_table
+from harness.report.provenance import attribution_table, cautions, facts_table, heldout_table, trace_line
 from harness.report.study import Study, spread
 from harness.report.tables import points_table
 
@@ -104,6 +104,51 @@ def test_time_bins_weight_steps_by_their_overlap_and_leave_idle_time_out():
     assert np.isnan(binned["token"].iloc[72])
     assert binned["token"].iloc[-1] == pytest.approx(50.0)
     assert binned["free"].iloc[-1] == pytest.approx(50.0)
+
+
+def test_steps_of_replicas_that_run_at_once_count_each_for_its_time():
+    steps = pd.DataFrame(dict.fromkeys(SLOT_STATES, 0), index=range(3))
+    steps[["start_s", "seconds"]] = [(0.0, 10.0), (1.0, 1.0), (8.0, 4.0)]
+    steps[["token", "free"]] = [(80, 20), (0, 100), (20, 80)]
+    table = _bin(steps, 12.0)
+    found = table.set_index("time_s")["token"]
+    for at, share in ((0.5, 80.0), (1.5, 40.0), (5.0, 80.0), (9.0, 50.0), (11.0, 20.0)):
+        assert np.interp(at, found.index, found) == pytest.approx(share, abs=1e-6)
+
+
+def test_rows_that_were_kept_are_not_said_to_be_left_out():
+    trace = {"dropped": {}, "noted": {"ties": 32}}
+    assert trace_line([replace(point(), trace=trace)]) == (
+        "no row was left out (kept: ties (noted): 32 rows), and nothing was changed"
+    )
+    said = trace_line([replace(point(), trace=trace | {"dropped": {"no output": 2}})])
+    assert said.startswith("left out: no output (dropped): 2 rows (kept: ties")
+
+
+def test_medians_of_levels_over_points_are_not_said_to_add_up():
+    def of(kernel, rest):
+        error = {"kernel": kernel, "rest_of_step": rest, "divergence": 0.0}
+        same = dict.fromkeys(error, 0.5)
+        parts = {"error": error, "spread": same, "share": same, "total": kernel + rest}
+        return replace(point(), levels={"attribution": {"tpot_mean": parts}})
+
+    table = attribution_table([of(0.3, -0.3), of(0.2, -0.1), of(0.0, -0.2)])
+    assert [table.rows[0][place] for place in (1, 4, 10)] == ["+20.0 %", "−20.0 %", "0.0 %"]
+    table = attribution_table([of(0.3, -0.1), of(0.2, -0.3), of(0.0, 0.3)])
+    assert [table.rows[0][place] for place in (1, 4, 10)] == ["+20.0 %", "−10.0 %", "+20.0 %"]
+    assert table.title.endswith("medians over points, which do not add up")
+
+
+@pytest.mark.parametrize(("busy", "span", "rate"), [(1.0, 15.0, 20.0), (0.2, 11.0, 300 / 11)])
+def test_raw_times_are_those_of_the_clock_and_idle_time_is_not_stretched(busy, span, rate):
+    def row(metric, unit, value):
+        return {"metric": metric, "unit": unit, "measured": value}
+
+    record = replace(
+        point(), pace={"by": "yardstick", "ratio": 1.5}, comparison=[row("busy_share", "share", busy)]
+    )
+    rows = [row("span", "s", 10.0), row("request_throughput", "requests/s", 30.0), row("itl_p50", "s", 0.2)]
+    assert [_with_raw(record, one)["raw"] for one in rows] == pytest.approx([span, rate, 0.3])
 
 
 def test_held_out_error_of_the_cost_model_is_shown_once():
