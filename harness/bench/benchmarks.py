@@ -99,7 +99,7 @@ def test_attention(
     found = find_providers(settings["user_function"])[provider]
     sys.stderr.write(f"\r\x1b[K{spec.name} {provider}" if sys.stderr.isatty() else "")
     _skip_if_late(spec.name, provider, settings["until"], Path(settings["problems"]))
-    _skip_if_hopeless(provider, Path(settings["problems"]))
+    _skip_if_hopeless(spec.name, provider, Path(settings["problems"]))
     with _noting(spec.name, provider, Path(settings["problems"])):
         cases = built.of(spec)
         runs, error = calls.checked_runs(found, cases, built.exact)
@@ -128,14 +128,16 @@ def _skip_if_late(case: str, provider: str, until: float | None, file: Path) -> 
         pytest.skip("the time was over")
 
 
-def _skip_if_hopeless(provider: str, file: Path) -> None:
-    """Skip a provider that failed several times, since each attempt may compile for seconds.
+def _skip_if_hopeless(case: str, provider: str, file: Path) -> None:
+    """Skip a provider that failed several times, and note it: each attempt may compile for seconds.
 
     Our own provider is never skipped: the run is about it, and its other cases are still useful.
     """
     mine = [one.kind for one in read_problems(file) if one.provider == provider]
     if provider != OURS and (failed := mine.count(ProblemKind.failed)) >= MOST_FAILURES:
-        pytest.skip(f"{provider} failed {failed} times")
+        reason = f"not tried, since it failed {failed} times"
+        note(file, Problem(case, provider, ProblemKind.unsupported, reason))
+        pytest.skip(reason)
 
 
 @contextmanager

@@ -156,17 +156,10 @@ def build(spec: KernelCase, device: torch.device, seed: int) -> Case:
     element = getattr(torch, names[spec.dtype])
     narrow = spec.dtype.startswith("fp8")
     wanted = TensorSpec(
-        lengths=spec.lengths,
-        queries=(spec.queries,) * spec.batch,
-        heads=spec.heads,
-        kv_heads=spec.kv_heads,
-        dk=spec.head_dim,
-        block_size=spec.block_size,
-        dtype=torch.bfloat16 if narrow else element,
-        kv_dtype=element if narrow else None,
-        layout=spec.layout,
-        shared_tokens=spec.shared_prefix,
-    )
+        lengths=spec.lengths, queries=(spec.queries,) * spec.batch, heads=spec.heads, kv_heads=spec.kv_heads,
+        dk=spec.head_dim, block_size=spec.block_size, dtype=torch.bfloat16 if narrow else element,
+        kv_dtype=element if narrow else None, layout=spec.layout, shared_tokens=spec.shared_prefix,
+    )  # fmt: skip
     return replace(build_case(wanted, device=device, seed=seed), name=spec.name)
 
 

@@ -28,7 +28,7 @@ _CAPTIONS = {
 }
 SHARED_PREFIX_NAME = "kernel_shared_prefix"
 MOST_PREFIX_CASES = 6
-_CASE = ["batch", "context", "heads", "kv_heads", "head_dim", "dtype", "block_size", "layout"]
+_CASE = [one for one in (*_SAME, "block_size", "layout") if one != "shared_prefix"]
 
 
 def draw_roofline(table: "pd.DataFrame", limits: "Ceilings") -> Picture:
@@ -89,10 +89,14 @@ def draw_block_sizes(table: "pd.DataFrame") -> Picture:
         "Time of one call by block size: median of the rounds, bars from the fastest to the slowest. Our GPU kernels "
         "take the same number of keys per tile at every block size, so the figure shows the effect of blocks alone."
     )
+    if len(sets) > MOST_PANELS:
+        caption += (
+            f" Shown: {MOST_PANELS} of {len(sets)} sets of cases, most sizes first; the data file has all."
+        )
     import pandas as pd
 
     columns = [*_SAME, "layout", "block_size", "provider", "median_us", "least_us", "most_us"]
-    return Drawing(BLOCK_SIZES_NAME, caption, figure, pd.concat(shown)[columns])
+    return Drawing(BLOCK_SIZES_NAME, caption, figure, pd.concat(sets)[columns])
 
 
 def _labels(part: "pd.DataFrame") -> "pd.Series[str]":
@@ -118,14 +122,15 @@ def _panel(panel: "Axes", part: "pd.DataFrame", colours: Mapping[str, str]) -> N
     panel.set_ylim(bottom=0)
     panel.set(xlabel="block size, tokens", ylabel="µs per call")
     heads = f"{first['heads']}/{first['kv_heads']} heads of {first['head_dim']}"
-    extra = "".join(
-        [
-            f", {first['queries']} queries" if first["queries"] > 1 else "",
-            f", {first['shared_prefix']:,} shared" if first["shared_prefix"] else "",
-            ", ragged" if first["ragged"] else "",
-        ]
+    shared = f", {first['shared_prefix']:,} shared" if first["shared_prefix"] else ""
+    panel.set_title(
+        f"{first['batch']} × {first['context']:,} tokens{shared}{_form(first)}\n{heads}, {first['dtype']}"
     )
-    panel.set_title(f"{first['batch']} × {first['context']:,} tokens{extra}\n{heads}, {first['dtype']}")
+
+
+def _form(case: Any) -> str:
+    queries = f", {case['queries']} queries" if case["queries"] > 1 else ""
+    return queries + (", ragged" if case["ragged"] else "")
 
 
 def draw_paging(table: "pd.DataFrame") -> Picture:
@@ -152,10 +157,11 @@ def _overheads(table: "pd.DataFrame", other: str) -> "pd.DataFrame":
     wanted = ["name", "median_us", "spread"]
     ours, whole = (table.loc[table["provider"] == one, wanted] for one in (OURS, other))
     both = ours.merge(whole, on="name", suffixes=("", "_contiguous"))
-    noise = (both["spread"] + both["spread_contiguous"]) / 2
+    own, other_s = both["spread"] / 2, both["spread_contiguous"] / 2  # from the median to a quartile
     ratio = both["median_us"] / both["median_us_contiguous"]
     both["overhead"] = (ratio - 1) * 100
-    both["least"], both["most"] = (ratio * (1 - noise) - 1) * 100, (ratio * (1 + noise) - 1) * 100
+    both["least"] = (ratio * (1 - own) / (1 + other_s) - 1) * 100
+    both["most"] = (ratio * (1 + own) / (1 - other_s) - 1) * 100
     return both[["name", "median_us", "median_us_contiguous", "overhead", "least", "most"]]
 
 
@@ -186,7 +192,7 @@ def draw_shared_prefix(table: "pd.DataFrame") -> Picture:
 def _draw_case(panel: "Axes", case: "pd.DataFrame", colour: str) -> None:
     """Draw one case: full marks by the cost rule, hollow marks always, a dotted limit; one label for all."""
     first = case.iloc[0]
-    label = f"{first['batch']} × {first['context']:,}, blocks of {first['block_size']}"
+    label = f"{first['batch']} × {first['context']:,}, blocks of {first['block_size']}{_form(first)}"
     for rule, face, line in ((CASCADE, colour, "-"), (ALWAYS, "white", "--")):
         part = case[case["rule"] == rule].sort_values("shared_prefix")
         if len(part):

@@ -70,7 +70,12 @@ def build_page(
 
 def scope(table: "pd.DataFrame") -> str:
     """What the times mean, in a sentence."""
-    return _CPU if bool((table["how"] == "CPU time").all()) else _CUDA
+    if bool((table["how"] == "CPU time").all()):
+        return _CPU
+    launched = ", ".join(dict.fromkeys(table.loc[table["how"] != "CUDA graph", "provider"]))
+    return _CUDA + (
+        f" Launched one by one between the events, not from a graph: {launched}." if launched else ""
+    )
 
 
 def facts(limits: Ceilings, made_on: MadeOn) -> list[tuple[str, str]]:

@@ -131,6 +131,42 @@ def test_the_block_size_figure_compares_nothing_but_block_sizes(drawn: dict[str,
     assert set(data["shared_prefix"]) == {0}
 
 
+def drawing_of(draw: str, *timings: Timing) -> Any:
+    from harness.bench import figures
+    from harness.bench.page import table_of
+    from harness.report.style import style
+
+    with style():
+        return getattr(figures, draw)(table_of(rows_of([*CEILINGS, *timings]), MADE_ON))
+
+
+def test_a_line_of_the_prefix_figure_is_of_one_kind_of_case() -> None:
+    pytest.importorskip("matplotlib")
+    kinds: list[dict[str, Any]] = [{}, {"ragged": True}, {"queries": 4}]
+    cases = [KernelCase(**BASE, **kind, shared_prefix=prefix) for kind in kinds for prefix in (1024, 2048)]
+    pairs = [timing(case, name, 80, 82, 84) for case in cases for name in ("paged", "cascade")]
+    (panel,) = drawing_of("draw_shared_prefix", *pairs).figure.axes
+    lines = {line.get_label(): list(line.get_xdata()) for line in panel.lines if line.get_linestyle() == "-"}
+    named = [f"32 × 4,096, blocks of 16{kind}" for kind in ("", ", ragged", ", 4 queries")]
+    assert {name: lines[name] for name in named} == {key: [1024, 2048] for key in named}
+
+
+def test_sets_of_block_sizes_that_have_no_panel_are_counted_and_in_the_data() -> None:
+    pytest.importorskip("matplotlib")
+    cases = [KernelCase(batch=b, block_size=size) for b in (1, 2, 4, 8) for size in (16, 32)]
+    found = drawing_of("draw_block_sizes", *(timing(case, "paged", 1, 2, 3) for case in cases))
+    assert "Shown: 3 of 4 sets of cases" in found.caption
+    assert set(found.data["batch"]) == {1, 2, 4, 8}
+
+
+def test_the_page_says_which_providers_were_not_timed_in_a_graph(table: Any) -> None:
+    from harness.bench.page import scope
+
+    assert scope(table).endswith("past the L2 cache.")
+    table = table.assign(how=table["how"].where(table["provider"] != "gather", "events around launches"))
+    assert scope(table).endswith("not from a graph: gather.")
+
+
 def test_the_roofline_shows_every_call(drawn: dict[str, Any]) -> None:
     data = drawn["kernel_roofline"].data
     assert len(data) == 6

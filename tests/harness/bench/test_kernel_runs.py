@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from harness.bench.results import read_problems, shortened
+from harness.bench.results import ProblemKind, read_problems, shortened
 from harness.bench.runner import legend
 from harness.cli.main import main
 
@@ -74,15 +74,17 @@ def test_a_provider_that_fails_twice_is_given_up(tmp_path: Path) -> None:
 
     file = tmp_path / "problems.jsonl"
     for case in ("first", "second"):
-        _skip_if_hopeless("broken", file)
+        _skip_if_hopeless(case, "broken", file)
         with (
             pytest.raises(pytest.skip.Exception, match="failed: no such device function"),
             _noting(case, "broken", file),
         ):
             raise RuntimeError("no such device function")
-    with pytest.raises(pytest.skip.Exception, match="broken failed 2 times"):
-        _skip_if_hopeless("broken", file)
-    _skip_if_hopeless("another", file)
+    with pytest.raises(pytest.skip.Exception, match="not tried, since it failed 2 times"):
+        _skip_if_hopeless("third", "broken", file)
+    _skip_if_hopeless("third", "another", file)
+    last = read_problems(file)[-1]  # a missing figure is explained
+    assert (last.case, last.provider, last.kind) == ("third", "broken", ProblemKind.unsupported)
 
 
 def test_a_long_message_keeps_its_beginning_and_its_end() -> None:
