@@ -67,13 +67,8 @@ def run_remotely(config: RunConfig, name: str, runner: PointRunner, identity: Id
 
 
 def run_on_ray(
-    sweep: SweepPlan,
-    todo: Sequence[PlannedPoint],
-    runner: PointRunner,
-    reporter: Reporter,
-    *,
-    session: "PointSession",
-) -> Iterator[Done]:
+    sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter, *, session: "PointSession",
+) -> Iterator[Done]:  # fmt: skip
     """Run points as tasks; yields each when it is committed or has failed. A backend of `harness.sweep.execute`.
 
     Raises:
@@ -114,8 +109,8 @@ def _connected(execute: ExecuteConfig, workers: int, reporter: Reporter) -> Iter
 
 
 def _knock(address: str) -> None:
-    """Raise OSError where nothing listens at HOST:PORT; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
+    """Raise OSError where nothing listens at HOST:PORT or ray://HOST:PORT; Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
     if host:
         socket.create_connection((host, int(port)), timeout=_KNOCK_S).close()
 

@@ -124,14 +124,9 @@ def check_installed() -> None:
 
 
 def run_on_slurm(
-    sweep: SweepPlan,
-    todo: Sequence[PlannedPoint],
-    runner: PointRunner,
-    reporter: Reporter,
-    *,
-    session: "PointSession",
+    sweep: SweepPlan, todo: Sequence[PlannedPoint], runner: PointRunner, reporter: Reporter, *, session: "PointSession",
     force: bool,
-) -> Iterator[Done]:
+) -> Iterator[Done]:  # fmt: skip
     """Run points in jobs; yields each when it is committed or has failed. A backend of `harness.sweep.execute`.
 
     Raises:
@@ -344,8 +339,8 @@ class _SlurmDriver:
             )
 
     def _give_up(self, point: PlannedPoint, state: str, log: Path) -> Failed:
-        attempts = numbered(self.order.execute.attempts, "job")
-        error = f"{attempts} ended without a result of it, the last one as {state} (log: {log})"
+        lost = numbered(self.losses[point.fingerprint], "job")
+        error = f"{lost} ended without a result of it, the last one as {state} (log: {log})"
         return store_failure(point, self.order.out, error, [error, *_tail(log)])
 
     def _say_state(self, queue: dict[str, Queued]) -> None:

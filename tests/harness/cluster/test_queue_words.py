@@ -1,5 +1,6 @@
 """What Slurm's commands print, read by us; and places that are missing, refused by name. Needs no Slurm."""
 
+import socket
 import sys
 from collections import deque
 from pathlib import Path
@@ -82,6 +83,27 @@ def test_a_job_of_another_name_is_none_of_the_store_whatever_its_id(commands: Pa
     assert driver._first_look().keys() == {"7"}
     assert list(driver._adopt(driver._first_look())) == []
     assert [each.ended for each in driver.book.submissions] == [False, True]
+
+
+def test_a_point_that_is_given_up_names_the_jobs_that_it_lost(tmp_path: Path, monkeypatch: Any) -> None:
+    """Preempted jobs give no strike: a point has lost more jobs than it has attempts."""
+    monkeypatch.setattr(slurm, "store_failure", lambda point, out, error, lines: error)
+    order: Any = SimpleNamespace(out=tmp_path, execute=SimpleNamespace(attempts=3))
+    driver = slurm._SlurmDriver(order, {}, Book(tmp_path / "jobs.json", []), None)  # type: ignore[arg-type]
+    driver.losses["p"] = 30
+    point: Any = SimpleNamespace(fingerprint="p")
+    assert str(driver._give_up(point, "PREEMPTED", tmp_path / "log")).startswith(
+        "30 jobs ended without a result"
+    )
+
+
+def test_a_cluster_is_knocked_at_by_its_client_address_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "auto"):
+            ray_tasks._knock(address)
+    with pytest.raises(ConnectionRefusedError):
+        ray_tasks._knock(f"ray://127.0.0.1:{port}")
 
 
 def test_a_task_that_a_node_cannot_run_has_failed_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
