@@ -224,10 +224,11 @@ def by_load(rows: Sequence[Row]) -> list[Row]:
         if "not priced" not in row:
             load = row["load"] if "requests/s" not in row["load"] else "open loop"
             bits = "16 bits" if row["precision"] in ("BF16", "FP16") else "8 or 4 bits"
-            first = "0.7.3 (first scheduler)" if row["vllm"].startswith("0.7") else "0.19 or 0.20"
+            first = " (first scheduler)" if row["vllm"].startswith("0.7") else ""
             groups[first, row["device"], bits, load].append(row)
     found = []
-    for (vllm, device, bits, load), some in sorted(groups.items()):
+    for (first, device, bits, load), some in sorted(groups.items()):
+        vllm = " or ".join(sorted({row["vllm"] for row in some})) + first
         line: Row = {"vllm": vllm, "device": device, "weights": bits, "load": load, "loads": len(some)}
         for name in accelmark.FIGURES:
             errors = [row[name] for row in some if name in row]

@@ -204,6 +204,12 @@ def test_each_load_of_a_run_has_its_errors(tmp_path: Path) -> None:
     assert [line["vllm"] for line in by_load(rows)] == ["0.7.3 (first scheduler)"] * 2
 
 
+def test_versions_of_vllm_are_those_of_the_runs() -> None:
+    same = {"device": "L4", "precision": "BF16", "load": "all at once", "tokens_per_s": 0.1}
+    found = by_load([{**same, "vllm": version} for version in ("0.12.0", "0.11.2", "0.12.0")])
+    assert [(line["vllm"], line["loads"]) for line in found] == [("0.11.2 or 0.12.0", 3)]
+
+
 def test_a_device_without_a_preset_is_named(tmp_path: Path) -> None:
     folder = accelmark_folder(tmp_path, chip={"name": "NVIDIA L40", "count": 1})
     (row, _) = accelmark.accelmark_rows(folder, lambda _: None)
