@@ -121,6 +121,8 @@ def test_a_kernel_needs_a_gpu() -> None:
 def test_a_figure_runs_its_points_and_not_again(tmp_path) -> None:
     first = run_experiment(figure(), tmp_path, point, lambda text: None)
     assert [one.ours for one in first.bars] == [4.0, 1.0]
+    done = [json.loads(file.read_text())["seconds"] for file in tmp_path.rglob("record.json")]
+    assert first.seconds == pytest.approx(sum(one["point"] for one in done))  # which holds that of simulating
 
     class Refusing:
         check_point, point_identity = point.check_point, point.point_identity
