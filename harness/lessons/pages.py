@@ -1,6 +1,7 @@
 """Lesson pages as single HTML files: style, text, logic and data inline, nothing from elsewhere."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -136,7 +137,7 @@ def record(overrides: Sequence[str], progress: Progress | None = None) -> Record
     resolved = resolve(config)
     if resolved.replicas > 1:
         raise ConfigError("device.data_parallel", "a replay shows one pool; replicas have one each")
-    label = " ".join(overrides)
+    label = shlex.join(overrides)
     if not config.measure:
         return _recorded(resolved, cost_model(resolved.deployment), label)
     # a device is calibrated before it is measured

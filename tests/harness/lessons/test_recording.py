@@ -58,8 +58,15 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
 
 
 def test_samples_of_one_request_are_no_several_requests() -> None:
-    words = ("decoding=sample", "decoding.n=3", "workload.num_requests=4", "workload.prefix_share=0")
+    words = (
+        "decoding=sample",
+        "decoding.n=3",
+        "workload.num_requests=4",
+        "workload.prefix_share=0",
+        'out="a b"',
+    )
     recording = record(words)
+    assert recording.label.endswith(""" workload.prefix_share=0 'out="a b"'""")  # as a shell takes it
     in_use = [code for code in recording.codes if code >= FIRST]
     assert len(in_use) > 100
     assert not any(code % 2 for code in in_use)
