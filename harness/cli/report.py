@@ -289,7 +289,7 @@ def _write_figure(arguments: Arguments, root: Path, target: Path | None) -> int:
         metrics = tuple(dict.fromkeys(name.strip() for name in flags.metric.split(",") if name.strip()))
         choice = replace(choice, metrics=metrics)
     try:
-        for path in write_chosen_figure(root, choice, out=target):
+        for path in write_chosen_figure(root, choice, out=target, tell=say):
             say(f"figure: {path}")
     except ReportError as error:
         raise UserError(str(error)) from error

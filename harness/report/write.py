@@ -21,7 +21,7 @@ from harness.report.axes import BLOCK, POLICY, VALUES, Axes, comparison_lines, f
 from harness.report.figures import curves, errors, memory
 from harness.report.page import Section, SectionMaker, build_page
 from harness.report.study import EveryRecord, ReportError, Study, asked_points, read_study
-from harness.report.verdict_text import console_lines, judged
+from harness.report.verdict_text import console_lines, judged, thinned
 from harness.store import StoreError
 from harness.store.atomic import growing, write_files
 from harness.store.summary import SummaryRows
@@ -313,16 +313,19 @@ class FigureChoice:
         return "chosen_" + "".join(one if one.isalnum() or one in "=-_" else "_" for one in "_".join(parts))
 
 
-def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | None = None) -> list[Path]:
+def write_chosen_figure(
+    store_root: Path, choice: FigureChoice, *, out: Path | None = None, tell: Callable[[str], None] | None = None
+) -> list[Path]:  # fmt: skip
     """Draw one figure and write it as SVG, PDF and CSV into `figures` of the report's folder; returns the files.
 
-    The report itself stays as it is.
+    The report itself stays as it is. `tell` hears the caption, which says what is held, and of how many points it is.
 
     Raises:
         ReportError: a setting is not swept or a metric is unknown (the message lists what is allowed), no point fits
             `where`, or the files cannot be written.
     """
-    chosen, axes = _check_choice(read_study(store_root), choice)
+    study = read_study(store_root)
+    chosen, axes = _check_choice(study, choice)
     layout = curves.FacetLayout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
     if layout.hue in _POLICIES:
         layout = replace(layout, hue=None)
@@ -333,6 +336,8 @@ def write_chosen_figure(store_root: Path, choice: FigureChoice, *, out: Path | N
         held = ", ".join(f"{key}={value}" for key, value in choice.where.items())
         caption = picture.caption + (f" Chosen: {held}." if held else "")
         named = style.Drawing(picture.name, caption, picture.figure, picture.data)
+        for line in (*thinned(study), caption) if tell else ():
+            tell(line)
         return write_figure_files((out or store_root / "report") / "figures", named)
 
 

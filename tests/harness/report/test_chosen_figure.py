@@ -37,6 +37,15 @@ def test_only_points_of_the_named_value_are_drawn(store: Path, tmp_path: Path) -
     assert found["point"].str.contains("prefix_share=0.5").all()
 
 
+def test_what_is_held_is_said(store: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    choice = FigureChoice(X, where={COL: "0.5"}, metrics=("ttft_p50",))
+    write_chosen_figure(store, choice, out=tmp_path, tell=said.append)
+    (caption,) = said
+    assert f"cache policy paged, {HUE}=2: 2 of its 4 points." in caption
+    assert caption.endswith(f"Chosen: {COL}=0.5.")
+
+
 def test_only_the_named_metrics_are_rows(store: Path, tmp_path: Path) -> None:
     found = table(write_chosen_figure(store, FigureChoice(X, metrics=("ttft_p50",)), out=tmp_path))
     assert set(found["metric"]) == {"ttft_p50"}
