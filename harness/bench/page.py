@@ -10,7 +10,6 @@ index.html         all of it on one page that needs no other file
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -243,12 +242,14 @@ def _predicted(study: Study) -> list[str]:
 
 
 def _not_predicted(run: KernelRun, study: Study) -> list[str]:
-    """Devices of the run that no simulated device stands for. The option `h200` stands for 'NVIDIA H200'."""
-    words = [re.split(r"[-_ ]", name.lower())[0] for name in _predicted(study)]
+    """Devices of the run that no simulated device stands for. The preset `h200` stands for 'NVIDIA H200'."""
+    from harness.twin.configured import preset_of_device
+
+    wanted = _predicted(study)
     on_cpu = {str(row["device"]) for row in run.rows if row["how"] == "CPU time"}
-    known = {name for name in run.devices for word in words if word in name.lower()}
-    known |= on_cpu if "cpu" in words else set()
-    return [name for name in run.devices if words and name not in known]
+    known = {name for name in run.devices if preset_of_device(name) in wanted}
+    known |= on_cpu if "cpu" in wanted else set()
+    return [name for name in run.devices if wanted and name not in known]
 
 
 def _stale(run: KernelRun) -> Iterator[str]:

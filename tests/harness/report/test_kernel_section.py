@@ -2,17 +2,20 @@
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from synthetic_store import write_store
 from tiers import cases
 
 from harness.bench.cases import KernelCase
-from harness.bench.page import kernel_section, table_of
+from harness.bench.page import _not_predicted, kernel_section, table_of
 from harness.bench.results import Problem, ProblemKind, Timing, note, rows_of
 from harness.cli.main import main
 from harness.cost.timings import MadeOn
 from harness.environment import kernel_digest
+from harness.metrics.record import PointRecord
 from harness.report import write, write_report
 
 POINT = {"cache.policy": "paged", "cache.block_size": 16, "decoding.beam_width": 1}
@@ -139,6 +142,24 @@ def test_a_prediction_is_matched_by_the_device_that_it_is_for(
     store = write_store(tmp_path / "sweep", [point], measure=False)
     text = report_of(store, "--kernels", str(write_kernels(tmp_path / "timed", device=timed)))
     assert ("the sweep predicts h200" in text) is warned
+
+
+@pytest.mark.parametrize(
+    ("predicted", "timed", "other"),
+    [
+        ("l4", "NVIDIA L40S", True),
+        ("rtx4090", "NVIDIA GeForce RTX 4090", False),
+        ("rtx_pro_6000", "NVIDIA GeForce RTX 4090", True),
+        ("a100_40gb", "NVIDIA A100-SXM4-80GB", True),
+        ("a100_80gb", "NVIDIA A100-SXM4-80GB", False),
+        ("cpu", "CPU, 2 cores", False),
+    ],
+)
+def test_a_device_is_told_from_those_with_a_like_name(predicted: str, timed: str, other: bool) -> None:
+    how = "CPU time" if predicted == "cpu" else "CUDA graph"
+    run: Any = SimpleNamespace(devices=[timed], rows=[{"device": timed, "how": how}])
+    study: Any = SimpleNamespace(records=[PointRecord(config={"device": {"name": predicted}})])
+    assert _not_predicted(run, study) == [timed] * other
 
 
 @pytest.mark.nightly
