@@ -336,8 +336,9 @@ def write_chosen_figure(
         held = ", ".join(f"{key}={value}" for key, value in choice.where.items())
         caption = picture.caption + (f" Chosen: {held}." if held else "")
         named = style.Drawing(picture.name, caption, picture.figure, picture.data)
-        for line in (*thinned(study), caption) if tell else ():
-            tell(line)
+        if tell is not None:
+            for line in (*thinned(study), caption):
+                tell(line)
         return write_figure_files((out or store_root / "report") / "figures", named)
 
 
