@@ -118,9 +118,7 @@ def fill_with_prompts(state: ReplayState) -> bool:
         batch.query[other] = 0
     while row < at[ENTRY.running]:
         tokens = query_tokens(state, row, cap)
-        if tokens <= 0 or (
-            batch.generated[row] and not batch.behind[row] and lacking_tokens(state, row) == 1
-        ):
+        if tokens <= 0 or decodes(state, row):
             row += 1
             continue
         row = extend_or_preempt(state, row, tokens)
@@ -128,6 +126,17 @@ def fill_with_prompts(state: ReplayState) -> bool:
     if not at[ENTRY.preempted] and not at[ENTRY.swapped]:
         admit(state)
     return has_rows(state)
+
+
+@inlined
+def decodes(state: ReplayState, row: int) -> bool:
+    """Whether each branch of `row` has all its known tokens but the last one (`Group.decodes`).
+
+    One that has not forked again since it was preempted may lack one token of its prompt.
+    """
+    batch = state.batch
+    forked = batch.branches[row] == state.inputs.width[batch.request[row]]
+    return bool(forked and batch.generated[row] and not batch.behind[row] and lacking_tokens(state, row) == 1)
 
 
 @inlined

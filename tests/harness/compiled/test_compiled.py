@@ -42,6 +42,7 @@ from engine.core.options import (
 from engine.core.request import Request
 from harness.compiled.pricing import prices_of
 from harness.compiled.replay import (
+    Branches,
     CompiledReplay,
     Drafts,
     Keeping,
@@ -206,6 +207,21 @@ def test_samples_and_beams_are_replayed_and_preempted_as_the_core_does(
         log_of(compiled_replay(requests, limits, pool, COSTS[cost]), pool),
         core_log(requests, limits, pool, COSTS[cost], shared),
     )
+
+
+@pytest.mark.parametrize("beam", [0, 1])
+def test_a_last_token_of_a_prompt_that_is_computed_again_decodes_nothing(beam: int) -> None:
+    """Where prompts go alone, it goes among them: of 17 tokens in steps of eight one is left."""
+    count = 6
+    columns = (np.full(count, value, dtype=np.int64) for value in (17, 12))
+    branches = Branches(*(np.full(count, value, dtype=np.int64) for value in (3, beam, 1 - beam)), GENEALOGY)
+    requests = PlainRequests(np.arange(count), 1000 * np.arange(count), *columns, branches=branches)
+    shared = Sharing(requests, [[(None, 17)]] * count, [""] * count)
+    limits, pool = SchedulerLimits(8, 6, mixed_steps=False), PlainPool(24, 3, keeps=False)
+    requests = shared.named(pool.block_size)
+    expected = core_log(requests, limits, pool, COSTS["expected"], shared)
+    assert expected.requests["preemptions"].sum() > 4
+    assert_same(log_of(compiled_replay(requests, limits, pool, COSTS["expected"]), pool), expected)
 
 
 @given(sharing(), st.sampled_from([1, 3, 8, 16]))
