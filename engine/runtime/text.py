@@ -98,6 +98,11 @@ def chat_prompt(
     return [int(token) for token in ids]
 
 
+def effort_values(effort: str | None) -> dict[str, Any]:
+    """The variables of a chat template that vLLM makes of a request's `reasoning_effort`."""
+    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+
+
 def chat_text(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],

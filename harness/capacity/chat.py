@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.runtime.errors import ModelError, TokenizerError
-from engine.runtime.text import chat_text, encode_text, load_tokenizer
+from engine.runtime.text import chat_text, effort_values, encode_text, load_tokenizer
 from harness.capacity.advice import MOST_BLOCKS, percent
 from harness.capacity.case import FEWEST
 from harness.config.errors import UserError
@@ -193,18 +193,13 @@ def _request(record: Any, line: int) -> LoggedChat:
         line,
         messages,
         [_typed(each, dict, "tools") for each in _typed(body.get("tools") or [], list, "tools")],
-        _effort(body.get("reasoning_effort"))
+        effort_values(body.get("reasoning_effort"))
         | _typed(body.get("chat_template_kwargs") or {}, dict, "chat_template_kwargs"),
         str(body.get("cache_salt") or ""),
         str(body.get("user") or ""),
         None if at is None else _seconds(at),
         next((key for key, usual in _OTHER_PROMPT.items() if body.get(key) not in (None, usual)), ""),
     )
-
-
-def _effort(effort: Any) -> dict[str, Any]:
-    """The variables of a template that vLLM makes of a request's `reasoning_effort`."""
-    return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
 
 
 def _typed(value: Any, kind: type, name: str) -> Any:

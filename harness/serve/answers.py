@@ -18,7 +18,7 @@ from engine.core.errors import NeverFitsError
 from engine.runtime.async_engine import AsyncEngine
 from engine.runtime.decoding.generation import TokenLogprobs
 from engine.runtime.engine import Prompt
-from engine.runtime.errors import EngineDeadError, ParamsError, PromptError, RequestError
+from engine.runtime.errors import EngineDeadError, PromptError, RequestError
 from engine.runtime.params import SamplingParams
 from engine.runtime.requests import CompletionOutput, RequestOutput
 from engine.runtime.text import Tokenizer
@@ -52,12 +52,9 @@ def status_of(error: Exception) -> tuple[int, str, str | None]:
     """HTTP status, kind, and the wrong parameter, if any."""
     if isinstance(error, ServeError):
         return error.status, error.kind, error.param
-    if isinstance(error, ParamsError):
-        return 400, "invalid_request_error", _API_NAMES.get(error.field, error.field)
-    if isinstance(error, PromptError):
-        return 400, "invalid_request_error", "prompt"
     if isinstance(error, RequestError | NeverFitsError):
-        return 400, "invalid_request_error", None
+        wrong: Any = getattr(error, "field", "prompt" if isinstance(error, PromptError) else None)
+        return 400, "invalid_request_error", _API_NAMES.get(wrong, wrong)
     if isinstance(error, EngineDeadError):
         return 503, "service_unavailable", None
     return 500, "server_error", None

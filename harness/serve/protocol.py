@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from engine.runtime.errors import ParamsError
 from engine.runtime.params import MAX_COUNT, MAX_LOGPROBS, OutputKind, SamplingParams
 from engine.runtime.structured import StructuredOutputsParams
-from engine.runtime.text import chat_prompt, encode_text
+from engine.runtime.text import chat_prompt, effort_values, encode_text
 
 # fields of a number, a text or an object that this server has no use for
 _LEFT_OUT = (
@@ -32,7 +32,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
     "vllm_xargs": (None, {}),
     "spaces_between_special_tokens": (None, True),
     "parallel_tool_calls": (None, True, False),  # says nothing without tools
-    "reasoning_effort": (None, "none"),
 }
 MAX_DIGITS = 18  # of a token id in text
 MAX_SALT = 1024  # characters
@@ -317,6 +316,8 @@ class ChatRequest(_Sampling):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    # variables of the template, which may leave the thoughts out; a model without one has nothing to switch off
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> "ChatRequest":
@@ -331,12 +332,14 @@ class ChatRequest(_Sampling):
 
     def prompt_ids(self, tokenizer: Any) -> list[int]:
         """Token ids of the conversation. Raises TokenizerError."""
+        idle = self.reasoning_effort == "none" and not getattr(tokenizer, "chat_template", None)
+        effort = {} if idle else effort_values(self.reasoning_effort)
         return chat_prompt(
             tokenizer,
             [message.plain() for message in self.messages],
             add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
             continue_final_message=self.continue_final_message,
-            template_values=self.chat_template_kwargs,
+            template_values=effort | (self.chat_template_kwargs or {}),
         )
 
     def sampling_params(self, defaults: Mapping[str, Any] = MappingProxyType({})) -> SamplingParams:

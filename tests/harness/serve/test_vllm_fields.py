@@ -79,6 +79,27 @@ def test_what_asks_for_nothing_is_taken(address):
     assert post(address, "/v1/completions", prompt="x", vllm_xargs={"a": 1}).status_code == 400
 
 
+def test_an_effort_reaches_the_template_as_in_vllm():
+    """`ChatCompletionRequest.build_chat_params` there; `advise chat.jsonl` counts such prompts alike."""
+    from serve_cases import tokenizer
+
+    from engine.runtime.text import ByteTokenizer
+    from harness.serve.protocol import ChatRequest
+
+    words, plain = tokenizer(), ByteTokenizer()
+    words.chat_template = "{{ messages[0]['content'] }} {{ enable_thinking }} {{ reasoning_effort }}"
+
+    def prompt(by, **more):
+        return by.decode(ChatRequest(messages=[{"role": "user", "content": "hi"}], **more).prompt_ids(by))
+
+    own = {"enable_thinking": True}
+    assert prompt(words) == "hi  "
+    assert prompt(words, reasoning_effort="none") == "hi False none"
+    assert prompt(words, reasoning_effort="low") == "hi True low"
+    assert prompt(words, reasoning_effort="none", chat_template_kwargs=own) == "hi True none"
+    assert prompt(plain, reasoning_effort="none") == prompt(plain)
+
+
 def test_a_client_names_its_answer(address):
     body = {"prompt": "the cat", "max_tokens": 2}
     headers = {"X-Request-Id": "mine"}
