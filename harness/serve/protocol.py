@@ -334,10 +334,11 @@ class ChatRequest(_Sampling):
         """Token ids of the conversation. Raises TokenizerError."""
         idle = self.reasoning_effort == "none" and not getattr(tokenizer, "chat_template", None)
         effort = {} if idle else effort_values(self.reasoning_effort)
+        asked = "add_generation_prompt" in self.model_fields_set or not self.continue_final_message
         return chat_prompt(
             tokenizer,
             [message.plain() for message in self.messages],
-            add_generation_prompt=self.add_generation_prompt and not self.continue_final_message,
+            add_generation_prompt=self.add_generation_prompt and asked,
             continue_final_message=self.continue_final_message,
             template_values=effort | (self.chat_template_kwargs or {}),
         )
@@ -370,17 +371,15 @@ class TokenizeRequest(BaseModel):
     def _check_one(self) -> "TokenizeRequest":
         if (self.prompt is None) == (self.messages is None):
             raise FieldError("prompt", "give either a prompt or messages")
+        if self.messages and self.add_special_tokens and "add_special_tokens" in self.model_fields_set:
+            raise FieldError("add_special_tokens", "messages have those of the chat template alone")
         return self
 
     def token_ids(self, tokenizer: Any) -> list[int]:
         """The token ids. Raises TokenizerError."""
         if self.messages is not None:
-            return ChatRequest(
-                messages=self.messages,
-                add_generation_prompt=self.add_generation_prompt,
-                continue_final_message=self.continue_final_message,
-                chat_template_kwargs=self.chat_template_kwargs,
-            ).prompt_ids(tokenizer)
+            chat = {"messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+            return ChatRequest(**self.model_dump(include=chat, exclude_unset=True)).prompt_ids(tokenizer)
         return encode_text(tokenizer, self.prompt or "", add_special_tokens=self.add_special_tokens)
 
 

@@ -323,6 +323,26 @@ def test_a_conversation_is_gone_on_with(engine, address):
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the ca"}]
     body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False}
     assert engine.tokenizer.decode(post(address, "/tokenize", **body).json()["tokens"]).endswith("the ca")
+    del body["add_generation_prompt"]
+    assert engine.tokenizer.decode(post(address, "/tokenize", **body).json()["tokens"]).endswith("the ca")
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"continue_final_message": True, "add_generation_prompt": True}),
+        ("/tokenize", {"continue_final_message": True, "add_generation_prompt": True}),
+        ("/tokenize", {"add_special_tokens": True}),
+    ],
+)
+def test_what_a_conversation_cannot_have_is_refused(address, path, asked):
+    """vLLM refuses the two together, and puts special tokens in front of a template's own."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "the ca"}]
+    found = post(address, path, messages=messages, **asked)
+    assert found.status_code == 400
+    assert next(iter(asked)) in found.json()["error"]["message"]
+    neutral = dict.fromkeys(asked, False)
+    assert post(address, "/tokenize", messages=messages, **neutral).status_code == 200
 
 
 @pytest.mark.parametrize(
