@@ -97,8 +97,8 @@ class EngineFacts:
         """The facts of an engine."""
         found, plain = (vars(policies).values() for policies in (engine.scheduler.policies, Policies()))
         differs = any(type(one) is not type(other) for one, other in zip(found, plain, strict=True))
-        caching = engine.options.prefix_caching
-        return cls(engine.loaded.name, engine.tokenizer, engine.limits, engine.capacity, caching, differs)
+        size, caching = engine.capacity, engine.prefix_caching
+        return cls(engine.loaded.name, engine.tokenizer, engine.limits, size, caching, differs)
 
 
 class EngineThread:

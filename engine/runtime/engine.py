@@ -276,10 +276,10 @@ class EngineCounters:
         if not metrics.steps:
             self.prompt_tokens += metrics.prompt_tokens
 
-    def note_request(self, output: RequestOutput, stats: RequestStats) -> None:
-        """Count a finished request."""
+    def note_request(self, output: RequestOutput, stats: RequestStats, looked_up: bool) -> None:
+        """Count a finished request; `looked_up`: its prompt was to be found in the prefix cache."""
         metrics = output.metrics
-        if metrics.scheduled_s is not None:
+        if looked_up and metrics.scheduled_s is not None:
             self.prefix_queries += metrics.prompt_tokens
             self.prefix_hits += metrics.cached_tokens
         self.resumed_hits += stats.resumed_hit_tokens
@@ -381,6 +381,11 @@ class Engine:
         )
 
     # -- requests ------------------------------------------------------------------------------------------
+
+    @property
+    def prefix_caching(self) -> bool:
+        """Whether there is a prefix cache, whoever made the scheduler."""
+        return bool(getattr(self.scheduler.manager, "prefix_caching", False))
 
     @property
     def has_unfinished_requests(self) -> bool:
@@ -573,7 +578,8 @@ class Engine:
         del self._states[state.request_id]
         if isinstance(state.error, RunError):
             self._epoch += 1
-        self.counters.note_request(output, stats)
+        looked_up = self.prefix_caching and state.params.prompt_logprobs is None
+        self.counters.note_request(output, stats, looked_up)
         return output
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:

@@ -55,6 +55,27 @@ def test_a_setting_reaches_the_engine(override, found, wanted):
 
 
 @pytest.mark.parametrize(
+    ("override", "looked_up"),
+    [
+        ("cache.prefix_caching=true", 36),
+        ("cache.prefix_caching=false", 0),
+        ("cache.policy=contiguous_max", 0),
+    ],
+)
+def test_a_server_knows_whether_it_has_a_prefix_cache_and_counts_what_was_looked_up(override, looked_up):
+    """Not the prompts whose log-probabilities are asked for, which are computed whole; as vLLM's counters."""
+    from engine.runtime.async_engine import EngineFacts
+    from engine.runtime.params import SamplingParams
+
+    engine = built(override)
+    for number, scored in (("a", None), ("b", 1)):
+        engine.add_request(number, [5, 6, 7] * 12, SamplingParams(max_tokens=2, prompt_logprobs=scored))
+    assert len([output for output in engine.run() if output.finished]) == 2
+    assert engine.counters.prefix_queries == looked_up
+    assert EngineFacts.of(engine).prefix_caching == (looked_up > 0)
+
+
+@pytest.mark.parametrize(
     "override",
     ["cache.retention=none", "cache.deduplicate=true", "cache.copy_at_fork=true", "cache.hash=xxh3_128"],
 )
