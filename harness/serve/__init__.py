@@ -100,6 +100,9 @@ def served_name(config: RunConfig) -> str:
 def _config(overrides: tuple[str, ...]) -> RunConfig:
     _check_keys(overrides)
     config = checked(one_configuration(overrides, "a server has"))
+    if config.scheduler.async_scheduling:  # it would hold blocks of ended requests, and gain nothing
+        reason = "true, but a server schedules a step when the one before it has ended; set it to false"
+        raise ConfigError("scheduler.async_scheduling", reason)
     check_engine(config.engine)
     check_weights(model_shape(config.model).weight_bytes, config.engine)
     return config
@@ -107,12 +110,8 @@ def _config(overrides: tuple[str, ...]) -> RunConfig:
 
 def _check_keys(overrides: tuple[str, ...]) -> None:
     """Raise UserError for keys that have no effect on a server."""
-    keys = [axis.key for axis in parse_overrides(overrides)]
-    wrong = [
-        key
-        for key in keys
-        if key not in (*_KEYS, DEPLOYMENT) and key.split(".")[0].split("/")[0] not in _GROUPS
-    ]
+    keys = [axis.key for axis in parse_overrides(overrides) if axis.key not in (*_KEYS, DEPLOYMENT)]
+    wrong = [key for key in keys if key.split(".")[0].split("/")[0] not in _GROUPS]
     if wrong:
         raise UserError(
             f"a server has no use for {', '.join(wrong)}: requests say how they are decoded, and when they come; it "

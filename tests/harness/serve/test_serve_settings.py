@@ -100,6 +100,14 @@ def test_a_setting_without_effect_is_refused_by_name(override, capsys):
     assert f"a server has no use for {override.split('=')[0]}" in capsys.readouterr().err
 
 
+def test_steps_that_are_scheduled_ahead_are_refused():
+    """The engine would hold the blocks of what a step ends, and schedule no step ahead."""
+    with pytest.raises(
+        UserError, match=r"scheduler\.async_scheduling: true, but a server schedules a step when"
+    ):
+        built("scheduler.async_scheduling=true")
+
+
 def test_a_policy_that_cannot_be_made_is_the_users_error():
     with pytest.raises(UserError, match="no_such_module"):
         built("scheduler.victim=no_such_module:Victim")
