@@ -126,9 +126,7 @@ class BinnedSamples:
     def mean(self) -> float | None:
         """Their mean; None where there is none."""
         total = int(self._counts.sum())
-        if not total:
-            return None
-        return self._sum / total / (1e9 if self._whole_ns else 1)
+        return self._sum / total / (1e9 if self._whole_ns else 1) if total else None
 
     def quantiles(self, levels: FloatArray) -> FloatArray:
         """The quantiles, linear between the middles of the bins of both samples beside each (`numpy.quantile`).
@@ -282,13 +280,15 @@ _MOST_TENANTS = 20  # by their prompt tokens; all others together are `OTHERS`
 OTHERS = "(others)"
 
 
-def by_tenant(log: RunLog, tenant_of: Mapping[int, str], pool: int = 0) -> dict[str, dict[str, float]]:
+def by_tenant(
+    log: RunLog, tenant_of: Mapping[int, str], pool: int = 0, *, cached: bool = True
+) -> dict[str, dict[str, float]]:
     """What each tenant asks for and gets, the largest first; empty where there are fewer than two, or no rows.
 
-    `hit_ratio` is hit tokens / prompt tokens of the scheduled requests, `waiting_mean` seconds from arrival until they
-    are scheduled first. `occupancy` is the share of the pool over the span that the finished requests ask for: prompt
-    and half of the output, from first schedule to end; a block that several share counts for each. A replica's `pool`
-    has so many tokens; 0: as many as slots.
+    `hit_ratio` is hit tokens / prompt tokens of the scheduled requests, absent where none was or nothing is `cached`;
+    `waiting_mean` seconds from arrival until they are scheduled first. `occupancy` is the share of the pool over the
+    span that the finished requests ask for: prompt and half of the output, from first schedule to end; a block that
+    several share counts for each. A replica's `pool` has so many tokens; 0: as many as slots.
     """
     rows = as_floats(log.requests)
     names = np.array([tenant_of.get(int(each), "") for each in rows["request_id"]])
@@ -299,33 +299,31 @@ def by_tenant(log: RunLog, tenant_of: Mapping[int, str], pool: int = 0) -> dict[
         groups.append((OTHERS, np.isin(names, rest)))
     if len(groups) < 2:
         return {}
-    found = {}
+    found, whole_s = {}, (pool or log.capacity_slots) * log.replicas * log.span_s
     for name, own in groups:
         scheduled = own & np.isfinite(rows["first_scheduled_s"])
         ended = scheduled & np.isfinite(rows["finish_s"])
-        asked = rows["prompt_tokens"][scheduled].sum()
+        hit, asked = (float(rows[of][scheduled].sum()) for of in ("hit_tokens", "prompt_tokens"))
         held = rows["prompt_tokens"] + rows["output_tokens"] * rows["width"] / 2
         held_s = (held * (rows["finish_s"] - rows["first_scheduled_s"]))[ended].sum()
         waits = (rows["first_scheduled_s"] - rows["arrival_s"])[scheduled]
         found[name] = {
             "requests": float(own.sum()),
             "prompt_tokens": sizes.get(name, float(rows["prompt_tokens"][own].sum())),
-            "hit_ratio": float(rows["hit_tokens"][scheduled].sum() / asked) if asked else 0.0,
+            **dict(_ratio("hit_ratio", hit, asked if cached else 0.0)),
             "waiting_mean": float(waits.mean()) if len(waits) else 0.0,
-            "occupancy": float(held_s / ((pool or log.capacity_slots) * log.replicas * log.span_s))
-            if log.span_s
-            else 0.0,
+            "occupancy": float(held_s / whole_s) if whole_s else 0.0,
         }
     return found
 
 
 def tenants_of_sides(
-    logs: Mapping[str, RunLog], tenant_of: Mapping[int, str], pool: int
+    logs: Mapping[str, RunLog], tenant_of: Mapping[int, str], pool: int, *, cached: bool
 ) -> dict[str, dict[str, dict[str, float]]]:
     """`by_tenant` of each side, the first of which is the simulated one; empty with fewer than two tenants."""
     if len(set(tenant_of.values())) < 2 or not len(next(iter(logs.values())).requests["request_id"]):
         return {}
-    return {side: by_tenant(log, tenant_of, pool) for side, log in logs.items()}
+    return {side: by_tenant(log, tenant_of, pool, cached=cached) for side, log in logs.items()}
 
 
 def metrics_of_totals(
@@ -358,8 +356,7 @@ def waste_shares(times: Mapping[str, float]) -> dict[str, float]:
 def _latencies(samples: Mapping[str, Samples]) -> NamedValues:
     levels = np.array(list(QUANTILES.values()))
     for name in ("ttft", "tpot", "itl", "e2e", "norm_latency", "queue"):
-        mean = samples[name].mean()
-        if mean is None:
+        if (mean := samples[name].mean()) is None:
             continue
         yield f"{name}_mean", mean
         quantiles = samples[name].quantiles(levels)

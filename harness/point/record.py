@@ -277,7 +277,7 @@ def make_record(
         },
         analytic=analytic,
         simulated=simulated.metrics,
-        tenants=tenants_of_sides(logs, salts, deployment.pool.whole_tokens),
+        tenants=tenants_of_sides(logs, salts, point.pool.whole_tokens, cached=point.pool.prefix_caching),
         measured={
             "runs": [dict(run) for run in measured],
             "median": {row["metric"]: row["measured"] for row in comparison if row["measured"] is not None},

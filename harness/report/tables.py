@@ -216,7 +216,7 @@ def tenants_table(record: PointRecord) -> Table | None:
         [
             *(name, side, f"{one['requests']:,.0f}", f"{one['prompt_tokens']:,.0f}"),
             *(
-                f"{100 * one['hit_ratio']:.3g} %",
+                f"{100 * one['hit_ratio']:.3g} %" if "hit_ratio" in one else numbers.NONE,
                 f"{one['waiting_mean']:.3g} s",
                 f"{100 * one['occupancy']:.3g} %",
             ),

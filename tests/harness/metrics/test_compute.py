@@ -223,6 +223,10 @@ def test_tenants_are_told_apart_and_one_alone_is_not(make_log):
         "occupancy": pytest.approx(2 * (20 + 2) * 2.0 / (100 * 10)),
     }
     assert by_tenant(log, {}) == {}
+    # what nobody could find, or nobody was scheduled to ask for, is no ratio of 0
+    uncached = by_tenant(log, {0: "b", 1: "a", 2: "b", 3: "a"}, cached=False)
+    assert [set(found[name]) - set(each) for name, each in uncached.items()] == [{"hit_ratio"}] * 2
+    assert "hit_ratio" not in by_tenant(log, {0: "b", 1: "b", 2: "b", 3: "a"})["a"]
     halves = by_tenant(log, {0: "b", 1: "a", 2: "b", 3: "a"}, 50)  # two slots a token
     assert halves["b"]["occupancy"] == pytest.approx(2 * found["b"]["occupancy"])
 
