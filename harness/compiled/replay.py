@@ -265,7 +265,7 @@ class CompiledReplay:
         log_steps: int = LOG_STEPS,
         advance_with: Callable[[ReplayState, int], int] | None = None,
     ) -> None:
-        self._pool = pool
+        self._pool, self.num_blocks = pool, pool.num_blocks
         ones = np.ones(len(requests.request_id), dtype=np.int64)
         branches = requests.branches or Branches(ones, 0 * ones, 0 * ones, BeamGenealogy({}))
         drafts = requests.drafts or Drafts(0, None)

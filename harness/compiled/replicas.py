@@ -11,7 +11,7 @@ from harness.compiled.arriving import FOREVER
 from harness.compiled.replay import DONE, CompiledReplay
 from harness.compiled.state import ENTRY
 from harness.replay.folds import Fold
-from harness.replay.replicas import REFRESH_NS, WAITING_WEIGHT
+from harness.replay.replicas import REFRESH_NS, ReplicaLoad, ReplicaLoads
 
 
 class _Replica:
@@ -34,6 +34,14 @@ class _Replica:
         if self._idle != (self.at[ENTRY.now] < pause_ns):
             self._idle = self.replay.advance_to(pause_ns, self.fold) == DONE
 
+    @property
+    def load(self) -> ReplicaLoad:
+        """What it would publish now, with the requests that it has not seen."""
+        at, blocks = self.at, self.replay.num_blocks
+        waiting = int(at[ENTRY.tail] - at[ENTRY.head] + at[ENTRY.swapped])
+        others = int(at[ENTRY.running] + at[ENTRY.ending] + at[ENTRY.coming] - at[ENTRY.arrived])
+        return ReplicaLoad(waiting + others, waiting, 1 - int(at[ENTRY.empty] + at[ENTRY.cached]) / blocks)
+
     def next_ns(self, at_ns: int) -> tuple[int, int]:
         """When it schedules its next step, and up to when that sees arrivals, if a request comes at `at_ns`."""
         if self._idle:
@@ -49,19 +57,12 @@ def run_replicas(replays: Sequence[CompiledReplay], folds: Sequence[Fold]) -> li
         TimeSpanError: the replay would last too long.
     """
     replicas = [_Replica(*each, replays[0]) for each in zip(replays, folds, strict=True)]
-    refresh_ns, scores = 0, [0] * len(replicas)
+    refresh_ns, loads = 0, ReplicaLoads()
     for request, at_ns in enumerate(replays[0].state.inputs.arrival_ns.tolist()):
         if at_ns >= refresh_ns:
             _advance_before(replicas, at_ns)
-            scores = [
-                WAITING_WEIGHT * int(each.at[ENTRY.tail] - each.at[ENTRY.head] + each.at[ENTRY.swapped])
-                + int(each.at[ENTRY.running] + each.at[ENTRY.ending])
-                for each in replicas
-            ]
-            refresh_ns = at_ns + REFRESH_NS
-        best = scores.index(min(scores))
-        scores[best] += WAITING_WEIGHT
-        replicas[best].give(request)
+            loads.of, refresh_ns = [each.load for each in replicas], at_ns + REFRESH_NS
+        replicas[loads.choose()].give(request)
     for each in replicas:
         each.advance_to(FOREVER)
     return [each.replay.close(each.fold) for each in replicas]

@@ -49,9 +49,8 @@ class FittedCost:
 
     def coefficients(self) -> dict[str, float]:
         """Seconds per unit, by feature name."""
-        names = list(FEATURES)
         pairs = [*zip(ATTENTION, self.attention, strict=True), *zip(REST, self.rest, strict=True)]
-        return {names[column]: float(value) for column, value in sorted(pairs)}
+        return {FEATURES[column]: float(value) for column, value in sorted(pairs)}
 
 
 def fit_cost(

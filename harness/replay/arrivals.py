@@ -290,10 +290,8 @@ class FrontEnd:
 
     def next_ns(self) -> int | None:
         """When the next request leaves, or may enter."""
-        due = self._source.next_ns()
-        times = [] if due is None else [due]
-        times += [self._inside[0][0]] if self._inside else []
-        return min(times, default=None)
+        times = (self._source.next_ns(), self._inside[0][0] if self._inside else None)
+        return min((at for at in times if at is not None), default=None)
 
     def take(self, now_ns: int) -> list[TimedRequest]:
         """The requests that have left by now, in order of that."""

@@ -4,7 +4,7 @@
 (`harness.replay.folds`). `PlanRecording` keeps plans and results. `MeasuredRun` is a run on the engine.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -382,8 +382,7 @@ class PlanRecording(Observer):
 
 def digests_differ(one: Sequence[str], other: Sequence[str]) -> int | None:
     """The first step at which two replays decided differently, or None."""
-    pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
-    first = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+    first = next((step for step, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), None)
     return min(len(one), len(other)) if first is None and len(one) != len(other) else first
 
 

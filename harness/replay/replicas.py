@@ -1,19 +1,21 @@
-"""Data-parallel replicas of one engine behind one queue, balanced as vLLM balances them.
+"""Data-parallel replicas of one engine behind one queue, balanced as vLLM 0.32 and 0.33 balance them.
 
 Source: `DPLBAsyncMPClient.get_core_engine_for_request` in vllm/v1/engine/core_client.py. A request goes to the replica
-with the lowest 4 x waiting + running, the first of equals. The counts are refreshed every 100 ms at most; between, one
-API server counts each request that it sent as waiting. A replica keeps its own pool, and never gives a request away.
+with the lowest score (`ReplicaLoad`); of equals to the first of a round, which begins one replica further for each
+request. The counts are refreshed every 100 ms at most; between, one API server counts each request that it sent as
+waiting. A replica keeps its own pool, and never gives a request away.
 
 Replicas of a mixture of experts run in lockstep: their experts lie on the devices of all, so that each layer waits for
 the slowest. A replica without a request runs along on a dummy batch (`DPEngineCoreProc` in vllm/v1/engine/core.py).
 
-Not modelled: several API servers, and tokens by which vLLM pads smaller batches to the largest in lockstep.
+Not modelled: several API servers, requests that end between two refreshes, of which vLLM knows some at once, and
+tokens by which it pads smaller batches to the largest in lockstep.
 """
 
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import simpy
@@ -26,7 +28,36 @@ from harness.replay.loop import Replay
 
 REFRESH_NS = 100_000_000
 """How old the counts may be: vLLM's coordinator publishes them at most every 100 ms."""
-WAITING_WEIGHT = 4
+_EASY, _PRESSURE = 0.5, 6.0
+
+
+class ReplicaLoad(NamedTuple):
+    """What the API server knows of a replica: its requests there, those of them that wait, and the use of KV blocks."""
+
+    requests: int  # that have not ended, seen by the scheduler or not
+    waiting: int
+    usage: float  # 0 to 1
+
+    @property
+    def score(self) -> float:
+        """The lowest gets the next request. Where more than half of the blocks are in use, a queue drains slowly."""
+        return self.requests + self.waiting * _PRESSURE * max(0.0, self.usage - _EASY)
+
+
+class ReplicaLoads:
+    """The loads of all replicas in rank order, as they were read last (`of`), with what was sent since."""
+
+    def __init__(self) -> None:
+        self.of: list[ReplicaLoad] = []
+        self._first = 0
+
+    def choose(self) -> int:
+        """The replica that gets the next request, which counts there as waiting from now on."""
+        first, count = self._first, len(self.of)
+        best = min(range(first - count, first), key=lambda each: self.of[each].score) % count
+        requests, waiting, usage = self.of[best]
+        self.of[best], self._first = ReplicaLoad(requests + 1, waiting + 1, usage), (first + 1) % count
+        return best
 
 
 class Balancer:
@@ -34,29 +65,23 @@ class Balancer:
 
     def __init__(self, arrivals: Arrivals, schedulers: Sequence[Scheduler]) -> None:
         self.arrivals = arrivals
-        self._schedulers = schedulers
+        self._schedulers, self._loads = schedulers, ReplicaLoads()
         self.lanes = [Lane(self) for _ in schedulers]
-        self._waiting, self._running = [0] * len(schedulers), [0] * len(schedulers)
         self._refresh_ns = 0
 
     def route(self, now_ns: int) -> None:
         """Put the requests that have arrived by now into the lanes."""
         for timed in self.arrivals.take(now_ns):
-            self._refresh(timed.arrival_ns)
-            scores = [
-                WAITING_WEIGHT * waiting + running
-                for waiting, running in zip(self._waiting, self._running, strict=True)
-            ]
-            best = scores.index(min(scores))
-            self._waiting[best] += 1
-            self.lanes[best].queue.append(timed)
+            if timed.arrival_ns >= self._refresh_ns:
+                self._loads.of = list(map(_load, self._schedulers, self.lanes))
+                self._refresh_ns = timed.arrival_ns + REFRESH_NS
+            self.lanes[self._loads.choose()].queue.append(timed)
 
-    def _refresh(self, at_ns: int) -> None:
-        if at_ns < self._refresh_ns:
-            return
-        self._waiting = [len(each.waiting) + len(each.swapped) for each in self._schedulers]
-        self._running = [len(each.running) for each in self._schedulers]
-        self._refresh_ns = at_ns + REFRESH_NS
+
+def _load(scheduler: Scheduler, lane: "Lane") -> ReplicaLoad:
+    use, waiting = scheduler.manager.usage(None), len(scheduler.waiting) + len(scheduler.swapped)
+    requests = waiting + len(scheduler.running) + len(lane.queue)
+    return ReplicaLoad(requests, waiting, 1 - (use.free + use.cached + use.external) / use.capacity)
 
 
 class Lane:
@@ -85,9 +110,7 @@ class Lane:
 
     def left(self) -> list[Request]:
         """The requests that the replica did not take; the first lane that is asked has those without a lane too."""
-        mine = [timed.request for timed in self.queue]
-        self.queue.clear()
-        return [*mine, *self._balancer.arrivals.left()]
+        return [*(timed.request for timed in self.queue), *self._balancer.arrivals.left()]
 
 
 def run_together(replays: Sequence[Replay], env: simpy.Environment) -> None:

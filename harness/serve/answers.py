@@ -80,9 +80,8 @@ class Envelope:
     def body(self, choices: Sequence[Choice], usage: dict[str, Any] | None, *, chunk: bool) -> dict[str, Any]:
         """One body: a whole answer or a chunk."""
         kind = "text_completion" if not self.chat else "chat.completion" + (".chunk" if chunk else "")
-        prefix = "chatcmpl" if self.chat else "cmpl"
         body: dict[str, Any] = {
-            "id": f"{prefix}-{self.answer_id}",
+            "id": f"{'chatcmpl' if self.chat else 'cmpl'}-{self.answer_id}",
             "object": kind,
             "created": self.created,
             "model": self.model,

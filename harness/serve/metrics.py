@@ -60,9 +60,8 @@ class _Totals(Collector):
         yield self._capacity()
 
     def _successes(self) -> Metric:
-        family = CounterMetricFamily(
-            "vllm:request_success", "Requests that are over", labels=(*_LABELS, "finished_reason")
-        )
+        labels = (*_LABELS, "finished_reason")
+        family = CounterMetricFamily("vllm:request_success", "Requests that are over", labels=labels)
         for reason in ("stop", "length", "abort", "error"):
             family.add_metric((*self._labels, reason), self._engine.counters.finished[reason])
         return family

@@ -1,10 +1,18 @@
 """Data-parallel replicas behind one queue: who gets which request, and what the merged log says."""
 
+import ast
+import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from oracle_cases import PYTHON
 from sim_cases import request
 from tiers import cases
 
@@ -21,7 +29,7 @@ from harness.metrics.log import RunLog
 from harness.point.cost import check_cost, cost_model
 from harness.replay.arrivals import OpenLoop
 from harness.replay.features import AT, StepFeatures
-from harness.replay.replicas import Balancer
+from harness.replay.replicas import Balancer, ReplicaLoad, ReplicaLoads
 from harness.workload.deployment import deployment_of
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import predict, simulate
@@ -58,11 +66,14 @@ def twice(workload: Point) -> Point:
     return workload.of_trace(Trace(trace.header, tuple(rows)))
 
 
-def lane_of(counts: list[tuple[int, int]]) -> list[int]:
-    """Lanes of six requests that arrive together, where replicas begin with (waiting, running) requests."""
+def lane_of(counts: list[tuple[int, int]], blocks: int = 1000) -> list[int]:
+    """Lanes of six requests that arrive together, where replicas begin with (waiting, running) requests.
+
+    Each that runs has one of its replica's `blocks`.
+    """
     schedulers = []
     for waiting, running in counts:
-        scheduler = Scheduler(PagedManager(1000, 16), SchedulerLimits(512, running or 1))
+        scheduler = Scheduler(PagedManager(blocks, 16), SchedulerLimits(512, running or 1))
         for number in range(running):
             scheduler.submit(request(100 + number, 0, 10, 50).request)
         if running:
@@ -90,9 +101,66 @@ def test_equal_replicas_take_turns_in_rank_order() -> None:
     assert lane_of([(0, 0), (0, 0), (0, 0)]) == [0, 1, 2, 0, 1, 2]
 
 
-def test_a_waiting_request_counts_as_four_running_ones() -> None:
-    """Scores 0 + 6 and 4 + 1: the second takes one, which makes it 9, then the first, which makes it 10, and so on."""
-    assert lane_of([(0, 6), (1, 1)]) == [1, 0, 1, 0, 1, 0]
+def test_a_request_that_waits_beside_free_blocks_counts_as_one_that_runs() -> None:
+    """Requests 6 and 2: four go to the second. Of equals the first is that of the round, the first replica here."""
+    assert lane_of([(0, 6), (1, 1)]) == [1, 1, 1, 1, 0, 1]
+
+
+def test_waiting_beside_a_cache_that_is_used_by_more_than_half_counts_more() -> None:
+    """Half and three quarters of the blocks are in use: 8 and 9, then 9 and 9, and 9 and 10 + 1 x 6 x 0.25."""
+    assert lane_of([(2, 6), (0, 9)], blocks=12) == [0, 1, 0, 0, 0, 1]
+
+
+def chosen(loads: Sequence[tuple[int, int, float]], count: int) -> list[int]:
+    """Who gets so many requests that come at once."""
+    ours = ReplicaLoads()
+    ours.of = [ReplicaLoad(*each) for each in loads]
+    return [ours.choose() for _ in range(count)]
+
+
+def chosen_by_vllm(python: str, loads: Sequence[tuple[int, int, float]], count: int) -> list[int]:
+    """The same by vLLM's own function, which is taken from the file of its class: importing that takes a minute."""
+    file = next(Path(python).parents[1].glob("lib/python3*/site-packages/vllm/v1/engine/core_client.py"))
+    classes = {one.name: one for one in ast.parse(file.read_text()).body if isinstance(one, ast.ClassDef)}
+    functions = {
+        one.name: one for one in classes["DPLBAsyncMPClient"].body if isinstance(one, ast.FunctionDef)
+    }
+    own = functions["get_core_engine_for_request"]
+    own.returns, own.args.args[1].annotation = None, None
+    scope: dict[str, Any] = {"sys": sys, "get_late_interaction_engine_index": lambda *_: None}
+    exec(compile(ast.Module([own], []), str(file), "exec"), scope)
+    client = SimpleNamespace(
+        lb_engines=[[waiting, requests - waiting, usage] for requests, waiting, usage in loads],
+        engine_inflight=Counter({rank: requests for rank, (requests, _, _) in enumerate(loads)}),
+        core_engines=range(len(loads)), reqs_in_flight={}, streaming_reqs=set(), client_count=1, eng_start_index=0,
+    )  # fmt: skip
+    plain = {"resumable": False, "data_parallel_rank": None, "pooling_params": None}
+    asked = [SimpleNamespace(request_id=str(number), **plain) for number in range(count)]
+    return [scope[own.name](client, each) for each in asked]
+
+
+@pytest.mark.parametrize(
+    ("loads", "expected"),
+    [
+        ([(6, 0, 0.9), (2, 1, 0.9)], [1, 0, 1, 0, 1, 0, 1, 0]),
+        ([(8, 4, 1.0), (14, 0, 1.0)], [1, 1, 0, 1, 0, 1, 0, 1]),
+        ([(3, 2, 0.5), (4, 0, 0.5), (3, 0, 0.9)], [0, 2, 0, 1, 1, 0, 0, 1]),
+    ],
+)
+def test_requests_go_where_vllm_sends_them(loads: list[tuple[int, int, float]], expected: list[int]) -> None:
+    """As vLLM 0.32 and 0.33 chose (`chosen_by_vllm`)."""
+    assert chosen(loads, 8) == expected
+
+
+def test_random_loads_are_balanced_as_vllm_does() -> None:
+    if not PYTHON:
+        pytest.skip("PAGETWIN_VLLM=PATH/bin/python names an environment that has vLLM")
+    for seed in range(200):
+        draw, loads = Random(seed), []
+        for _ in range(draw.randint(2, 6)):
+            waiting = draw.choice((0, 0, draw.randint(0, 20)))
+            loads.append((waiting + draw.randint(0, 30), waiting, draw.choice((0.2, 0.95, draw.random()))))
+        assert chosen(loads, 20) == chosen_by_vllm(PYTHON, loads, 20), loads
 
 
 def test_two_replicas_serve_every_request_once() -> None:
