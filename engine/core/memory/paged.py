@@ -213,7 +213,7 @@ class PagedManager:
                 cache.adopt(group, own, len(own.table), private)
         if self.lookups is not None and group in self._looked_up:
             self.lookups.append(self._looked_up.pop(group))
-        if served:
+        if served and not group.lost:
             self.recent_hits.note(group.tokens, root.computed)
 
     def _open_loaded(self, group: Group, root: SequenceState, hit: TierHit) -> None:

@@ -29,7 +29,10 @@ class LookupRecord:
 
 
 class RecentHits:
-    """The share of tokens that the last `requests` admitted requests found in the prefix cache, like vLLM's metric."""
+    """The share of tokens that the last `requests` requests found in the prefix cache when they were admitted first.
+
+    As in vLLM's metric, what a request finds again after a preemption does not count (`PrefixCacheStats.record`).
+    """
 
     def __init__(self, requests: int = 1000) -> None:
         self._recent: deque[tuple[int, int]] = deque(maxlen=requests)

@@ -178,3 +178,16 @@ def test_an_admission_counts_for_the_recent_hit_rate() -> None:
         scheduler.submit(Request(rid, 10, 2, identity=TokenIdentity(rid, np.arange(10))))
     scheduler.schedule()
     assert manager.recent_hits.rate == 8 / 20
+
+
+def test_what_a_preempted_request_finds_again_does_not_count() -> None:
+    manager, admitted = PagedManager(5, 4), list[int]()
+    scheduler = Scheduler(manager, SchedulerLimits(64, 4))
+    for rid in range(2):
+        scheduler.submit(Request(rid, 7, 8, identity=TokenIdentity(rid, 100 * rid + np.arange(7))))
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        admitted += plan.admitted
+        scheduler.commit(plan, StepResult())
+    assert len(admitted) > 2
+    assert manager.recent_hits.rate == 0
