@@ -83,7 +83,9 @@ class DeviceShape:
 
     @property
     def bound(self) -> "DeviceShape":
-        """The same device at its datasheet's rates, without any fixed time: no step can take less."""
+        """The same device at its datasheet's rates, without any fixed time: no step that reads a prefix once for each
+        row can take less.
+        """
         return DeviceShape(
             *(self.name, self.bandwidth, self.flops, 0.0, 0.0, self.parallel),
             *(self.link_bandwidth, 0.0, self.host_bandwidth, 0.0),

@@ -54,7 +54,7 @@ class RequestRow(NamedTuple, Generic[T]):
     arrival_ns: T
     scheduled_ns: T  # start of the first step that ran a token of it
     first_token_ns: T  # end of the step that chose its first token
-    finish_ns: T  # end of the step that chose its last token
+    finish_ns: T  # end of the step that chose its last token, or ended its static batch
     prompt_tokens: T
     output_tokens: T  # tokens that each of its sequences generates, pinned by the trace
     width: T  # sequences (beams or parallel samples)

@@ -51,7 +51,7 @@ class StepFeatures(NamedTuple, Generic[T]):
     prefill_blocks: T  # the same in blocks
     prefill_work: T  # their query times key positions
     blocks: T  # table entries
-    new_blocks: T  # blocks taken
+    new_blocks: T  # blocks taken, but for those that swapped blocks come back to
     copied_slots: T  # KV slots copied on write or at a fork
     freed_slots: T  # KV slots voided
     swapped_slots: T  # KV slots moved between device and host
