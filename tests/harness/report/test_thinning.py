@@ -9,6 +9,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 from synthetic_store import grid, write_store
+from tiers import tier
 
 from harness.cli import report as command
 from harness.config.errors import UserError
@@ -141,17 +142,17 @@ def test_a_damaged_record_that_is_not_shown_is_named(reported: Path, tmp_path: P
     assert (corrected.total, corrected.absent) == (15, 1)
 
 
-@pytest.mark.nightly
 def test_parts_that_are_read_in_several_processes_give_the_same_files(
     reported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By day the parts are read in this process: it shows that they are cut rightly."""
     monkeypatch.setattr(write, "_PART", 3)
     monkeypatch.setattr(write.os, "cpu_count", lambda: 2)
     started: list[int] = []
     monkeypatch.setattr(
         write,
         "in_workers",
-        lambda function, parts, count: started.append(count) or in_workers(function, parts, count),
+        lambda function, parts, count: started.append(count) or in_workers(function, parts, tier(1, count)),
     )
     copy = tmp_path / "copy"  # the report is noted in the manifest of its store
     copytree(reported, copy)

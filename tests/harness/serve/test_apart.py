@@ -100,6 +100,24 @@ def test_at_a_fork_no_thread_lives_but_the_main_one():
     subprocess.run([sys.executable, "-c", FORKS], check=True)
 
 
+def test_beside_a_thread_no_fork_is_asked_for(monkeypatch):
+    """By night the next test makes the process."""
+    from harness.serve import apart
+
+    class EnoughError(Exception):
+        pass
+
+    def context(kind):
+        raise EnoughError(kind)
+
+    monkeypatch.setattr(apart.multiprocessing, "get_context", context)
+    over = threading.Event()
+    threading.Thread(target=over.wait, daemon=True).start()
+    with pytest.raises(EnoughError, match="spawn"):
+        apart.Apart(None)
+    over.set()
+
+
 @pytest.mark.nightly
 def test_beside_a_thread_the_process_is_no_fork():
     """The thread may hold a lock, which a fork would keep for ever."""

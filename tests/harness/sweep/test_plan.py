@@ -12,7 +12,7 @@ from typing import Any
 
 import fake_point
 import pytest
-from tiers import cases
+from tiers import cases, tier
 
 from harness.config.checks import value_of
 from harness.config.compose import compose_config, normalise
@@ -317,15 +317,15 @@ def in_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.os, "cpu_count", lambda: 2)
 
 
-@pytest.mark.nightly
 def test_points_that_are_planned_in_several_processes_are_the_same(
     monkeypatch: pytest.MonkeyPatch, in_processes: None
 ) -> None:
+    """By day the parts are planned in this process: it shows that they are cut rightly."""
     parts: list[int] = []
 
     def counted(function: Any, tasks: Any, workers: int) -> Any:
         parts.append(len(tasks))
-        return in_workers(function, tasks, workers)
+        return in_workers(function, tasks, tier(1, workers))
 
     monkeypatch.setattr(module, "in_workers", counted)
     request = sweep_request(["cache.block_size=8,16,8", "workload.seed=1,2", "measure=false"])
