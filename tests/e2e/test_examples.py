@@ -33,7 +33,7 @@ def test_every_example_is_run() -> None:
     assert sorted(PRINTS) == sorted(file.name for file in EXAMPLES.glob("*.py"))
 
 
-@cases("name", PRINTS, day=("block_manager.py", "simulate_from_python.py"))
+@cases("name", PRINTS, day=("block_manager.py",))
 def test_an_example_runs_and_prints(name: str, tmp_path: Path) -> None:
     assert PRINTS[name] in output_of(name, tmp_path)
     assert list(tmp_path.iterdir()) == []  # nothing is left where the user stands

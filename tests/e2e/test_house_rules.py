@@ -160,11 +160,10 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 def _own_names(tree: ast.Module) -> Iterator[str]:
     for node in walked(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
-                yield name
-            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
-                yield name
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
 
 
 def test_one_file_alone_touches_private_names_of_torch_and_transformers() -> None:

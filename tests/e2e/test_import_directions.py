@@ -251,7 +251,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
         ("harness__point__run", "RUNNER = 'harness.sweep.execute:execute'"),
         ("harness__store__commit", "from harness.cli import main"),
     ],
-    day=5,
+    day=2,
 )
 def test_a_wrong_import_is_seen(module: str, text: str) -> None:
     assert len(news(wrong_order, planted(**{module: text}))) == 1

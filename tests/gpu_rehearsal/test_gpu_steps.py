@@ -85,7 +85,8 @@ def run_here(words: Sequence[str], **options: Any) -> "subprocess.CompletedProce
     return subprocess.CompletedProcess(list(words), code, out.getvalue(), err.getvalue())
 
 
-@cases("part", PARTS, day=("prediction",))
+@pytest.mark.nightly
+@pytest.mark.parametrize("part", PARTS)
 def test_every_step_is_ready_for_a_gpu(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ TICKS_S = 24  # a budget of a calibration whose clock ticks: every case once and
 def tick(patch: pytest.MonkeyPatch) -> None:
     """Let the budgets of calibrations be of ticks."""
     patch.setattr("harness.measure.cases.time", Ticks(0.5))
-    patch.setattr("harness.measure.passes.time", Ticks(0.05))  # a lone request's time, which sizes the cases
+    patch.setattr("harness.measure.passes.time", Ticks(0.4))  # a lone request's time, which sizes the cases
 
 
 def azure_file(folder: Path, rows: int = 16) -> Path:

@@ -449,6 +449,7 @@ EIGHT = [
 ]
 
 
+@pytest.mark.nightly  # by day test_fp8.py has them without groups
 @cases("memory", MEMORY, day=1)
 @cases(("family", "pages"), EIGHT, day=(("gemma2", "uniform"),), night=6)
 def test_8_bits_give_the_tokens_of_a_cache_that_rounds(family, pages, memory):

@@ -29,6 +29,7 @@ def bench_file(folder: Path, text: str) -> Path:
     return file
 
 
+@pytest.mark.nightly
 def test_a_session_returns_every_sample_and_what_the_benchmark_said(tmp_path: Path) -> None:
     file = bench_file(tmp_path, TIMED)
     timing = run_session(file, {"seconds": 0.002, "bytes": 7}, tmp_path / "out" / "sleep.json")[0]

@@ -184,6 +184,7 @@ def test_bounds_reach_as_far_as_the_ends_do_and_to_zero_where_a_slow_device_meet
     assert not case.run(rate=answer.band[1], end="fast").met
 
 
+@pytest.mark.nightly
 def test_a_fitted_device_has_bounds_from_what_its_log_leaves_open(tmp_path: Path) -> None:
     file = write(tmp_path, 0, 400, 60, 60, 0.05)
 

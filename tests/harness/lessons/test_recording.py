@@ -57,6 +57,7 @@ def test_blocks_in_use_and_cached_are_those_of_the_log(more: tuple[str, ...]) ->
     assert cached == (steps["cached"] // recording.block_size).tolist()
 
 
+@pytest.mark.nightly
 def test_samples_of_one_request_are_no_several_requests() -> None:
     words = (
         "decoding=sample",

@@ -135,6 +135,7 @@ def test_a_measured_point_of_several_sequences_has_the_counts_of_its_prediction(
     assert config.model.state_layers or record.measured["median"]["preemptions"] > 0
 
 
+@pytest.mark.nightly
 def test_copied_pages_have_their_bytes_in_what_a_measured_step_is_priced_by(cache_dir: Path) -> None:
     """A page of one of two groups has half the bytes of a block of all layers; as such a block it cost twice."""
     config = windowed(cache_dir)

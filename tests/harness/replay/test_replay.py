@@ -64,6 +64,7 @@ def test_every_generated_token_has_one_gap_but_the_first() -> None:
     assert log.itl_weight.sum() == sum(9 + rid for rid in range(6))
 
 
+@pytest.mark.nightly
 def test_a_constant_step_and_one_place_make_a_single_server_queue() -> None:
     """M/D/1: mean wait in queue = rho s / (2 (1 - rho)), Pollaczek and Khinchine; s is the service time."""
     draw = np.random.default_rng(1)

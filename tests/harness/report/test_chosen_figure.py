@@ -24,6 +24,7 @@ def test_a_figure_is_written_as_svg_pdf_and_csv_beside_the_report(store: Path, t
     assert all(path.parent == tmp_path / "figures" and path.stat().st_size for path in files)
 
 
+@pytest.mark.nightly
 def test_lines_and_columns_are_the_chosen_settings(store: Path, tmp_path: Path) -> None:
     found = table(write_chosen_figure(store, FigureChoice(X, HUE, COL), out=tmp_path))
     paged = found[found["cache.policy"] == "paged"]

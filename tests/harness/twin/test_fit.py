@@ -105,6 +105,7 @@ def test_a_fit_predicts_the_requests_of_a_planted_device_that_it_has_not_seen(fi
     assert fit.held_out == errors_of(fit.prediction, planted(TRUE), fit.others)
 
 
+@pytest.mark.nightly
 def test_a_fit_that_is_worse_than_the_description_is_not_the_result_and_no_stated_error_had_a_part_in_that() -> (
     None
 ):

@@ -91,7 +91,7 @@ def test_an_end_token_among_the_accepted_ones_is_the_last(model_of, prompts):
 
 
 @cases("preemption", list(Preemption), day=(Preemption.swap,))
-@pytest.mark.parametrize("mode", ["lookahead", "fork"])
+@cases("mode", ["lookahead", "fork"], day=1)
 def test_preempted_speculation_goes_on_as_before(mode, preemption, model_of, prompts):
     tight = {"pool_tokens": 160, "block_size": 4, "host_blocks": 64, "draft_mode": mode, "budget": 64}
     found, llm, _ = run(model_of(), prompts, 0.006, preemption=preemption, **tight)
