@@ -128,10 +128,10 @@ class Drill:
         return found
 
     def disturb(self, out: Path, points: int, kills: int) -> None:
-        """Kill so many times, spread over the points that are left; then let the sweep finish."""
+        """Kill so many times, spread over the points that are left, or until none is; then let the sweep finish."""
         driver = self.start(out)
         done = 0
-        while done < kills:
+        while done < kills and len(self.records(out)) < points:
             # so few further points before the next kill that the sweep is not over before the last one
             target = len(self.records(out)) + self.dice.randint(
                 0, max(0, (points - len(self.records(out))) // (kills - done + 1))
@@ -286,7 +286,8 @@ def main() -> int:
     ]
     if drill.cluster is not None:
         drill.cluster.shutdown()
-    say(f"{flags.place}: {sum(drill.kills.values())} kills {drill.kills} in {time.monotonic() - begun:.0f} s")
+    came, lasted_s = sum(drill.kills.values()), time.monotonic() - begun
+    say(f"{flags.place}: {came} of {flags.kills} kills {drill.kills} in {lasted_s:.0f} s")
     say(
         f"points {flags.points}, lost {lost}, changed after commit {len(drill.twice)}, ended runs lost or taken twice "
         f"{len(drill.lost)}, left-over files {len(left)}"
