@@ -210,11 +210,7 @@ class EvictionOrder(EvictionPolicy):
     def reuse(self, blocks: Sequence[int], queued: Sequence[int]) -> None:
         """Remove the pages."""
         for page in queued:
-            self.remove(page)
-
-    def remove(self, page: int) -> None:
-        """Remove a page, because a sequence refers to it again or it is evicted."""
-        del (self._behind if page in self._behind else self._others)[page]
+            del (self._behind if page in self._behind else self._others)[page]
 
     def pop(self, count: int) -> list[int]:
         """Remove and return the next `count` pages to evict."""

@@ -294,32 +294,19 @@ def uniform_layout(
     group_layers = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
     groups: list[KVGroup] = []
     for each in sets:
-        parts = -(-each.layers // group_layers)
+        parts, keeps = -(-each.layers // group_layers), (each.window, states)
+        length, whole = _block_size(each, size, page, states), page * group_layers
         for part in range(parts):
             layers = len(range(part, each.layers, parts))
-            groups.append(
-                KVGroup(
-                    each.kind,
-                    layers,
-                    group_layers - layers,
-                    _ENDLESS if _has_one(each, states) else _block_size(each, size, page),
-                    each.layer_bytes,
-                    page * group_layers,
-                    each.window,
-                    states,
-                )
-            )
+            empty = group_layers - layers
+            groups.append(KVGroup(each.kind, layers, empty, length, each.layer_bytes, whole, *keeps))
     return GroupLayout(GroupPages.uniform, tuple(groups))
 
 
-def _has_one(layers: LayerSet, states: StateMode) -> bool:
-    return layers.kind is GroupKind.state and states is StateMode.none
-
-
-def _block_size(layers: LayerSet, size: int, page: int) -> int:
+def _block_size(layers: LayerSet, size: int, page: int, states: StateMode) -> int:
     """Tokens of a block whose page in one layer has `page` bytes."""
     if layers.kind is GroupKind.state:
-        return size
+        return _ENDLESS if states is StateMode.none else size
     own = size * layers.layer_bytes
     if page % own == 0:
         return size * (page // own)
@@ -349,7 +336,7 @@ def separate_layout(
         state = each.kind is GroupKind.state
         size = (state_every or block_size) if state else block_size
         page = each.layers * each.layer_bytes * (1 if state else size)
-        size = _ENDLESS if _has_one(each, states) else size
+        size = _ENDLESS if state and states is StateMode.none else size
         groups.append(KVGroup(each.kind, each.layers, 0, size, each.layer_bytes, page, each.window, states))
     return GroupLayout(pages, tuple(groups))
 

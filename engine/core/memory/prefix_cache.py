@@ -111,11 +111,8 @@ class PrefixCache:
 
     def names(self, group: Group) -> Sequence[BlockHash]:
         """The hashes of the group's full blocks that other requests may have, generated ones included."""
-        identity = group.request.identity
-        if not self.enabled or identity is None:
-            return ()
-        hashes = group.block_hashes.get(self._index) or self.hashes(group)
-        if group.generated and group.request.width == 1:
+        hashes, identity = group.block_hashes.get(self._index) or self.hashes(group), group.request.identity
+        if self.enabled and identity is not None and group.generated and group.request.width == 1:
             hashes = identity.generated_hashes(0, self._size) or hashes
         return hashes
 

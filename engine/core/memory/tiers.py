@@ -245,8 +245,8 @@ class Tiers:
     @property
     def host_blocks(self) -> int:
         """Host memory of the first tier's copies, in blocks."""
-        spare = None if self._copies is None else self._copies.spare
-        return 0 if spare is None else (self.tiers[0].spec.units + spare) * self.chunk
+        copies = self._copies
+        return 0 if copies is None else (self.tiers[0].spec.units + copies.spare) * self.chunk
 
     def _units(self, keys: Sequence[BlockHash], request: Request) -> list[Unit]:
         """The whole units of a prefix."""
