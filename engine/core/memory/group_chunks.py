@@ -159,8 +159,9 @@ class ChunkPages(PoolPages):
         )
 
     def lacks_ever(self, needs: Sequence[int]) -> str | None:
-        """Why `needs` pages fit not even into empty memory, or None."""
-        chunks = sum(-(-need // nested) for need, nested in zip(needs, self._nested, strict=True))
+        """Why `needs` pages fit not even into empty memory, or None. Pages of a window may begin inside a chunk."""
+        of = zip(needs, self._nested, self.layout.groups, strict=True)
+        chunks = sum(-(-(need + (nested - 1) * group.forgets) // nested) for need, nested, group in of)
         if chunks <= self.chunks:
             return None
         return f"needs {chunks} compatible pages of {self.layout.chunk_bytes} bytes, the memory has {self.chunks}"

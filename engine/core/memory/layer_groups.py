@@ -9,7 +9,7 @@ from engine.core.memory.block_tables import GroupTable, GroupTables, tables_of
 from engine.core.memory.group_layout import KVGroup
 from engine.core.memory.group_pages import GroupAccount, PoolPages
 from engine.core.memory.prefix_cache import GroupHits, PrefixCache, PrefixHit
-from engine.core.options import WindowHits
+from engine.core.options import GroupPages, WindowHits
 from engine.core.request import Request
 from engine.core.sequence import DecodeCalendar, Group, ScheduledRow, SequenceState
 
@@ -32,6 +32,7 @@ class LayerGroups:
         if most_chunk < 1:
             raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")
         self.layout, self.pages = pages.layout, pages
+        self.scatters = pages.layout.pages is GroupPages.lcm
         self.most_chunk = most_chunk
         self.hits = GroupHits(pages.layout, caches, window_hits)
         self.account = GroupAccount(pages, caches)
@@ -61,9 +62,13 @@ class LayerGroups:
 
     # -- admission -----------------------------------------------------------------------------------------
 
-    def needs(self, request: Request, width: int, tokens: int) -> list[int]:
-        """The most pages of each group for `width` branches of a request with `tokens` tokens each."""
-        return [tables.most_blocks(request, width, tokens, chunk=self.most_chunk) for tables in self._tables]
+    def needs(self, request: Request, width: int, tokens: int, ahead: int = 0) -> list[int]:
+        """The most pages of each group for `width` branches of a request with `tokens` tokens each.
+
+        A row keeps slots for `ahead` tokens behind it: vLLM's admission does not count them.
+        """
+        chunk = self.most_chunk + ahead
+        return [tables.most_blocks(request, width, tokens, chunk=chunk) for tables in self._tables]
 
     def never_serves(self, request: Request, drafted: bool) -> str | None:
         """What of a request no cache with groups serves, or None. `drafted`: it has draft tokens."""
@@ -72,6 +77,14 @@ class LayerGroups:
         if drafted and self.states:
             return "has draft tokens, which a state cannot take back"
         return None
+
+    def find(self, group: Group) -> PrefixHit:
+        """The longest hit; none where its pages lie so scattered in chunks that the rest never fits beside them."""
+        hit = self.hits.find(group)
+        if hit.units and self.scatters and not self.pages.live_pages:
+            whole = group.width, group.tokens
+            return hit if self.can_admit(group, hit, 0, whole, None) else self.hits.nothing()
+        return hit
 
     def hit_of(self, hits: Sequence[int]) -> PrefixHit:
         """`hits` as its lookup returned them."""

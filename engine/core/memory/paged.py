@@ -153,7 +153,8 @@ class PagedManager:
     def _needs(self, request: Request, width: int, tokens: int) -> list[int]:
         """The most blocks of each group of layers for `width` branches of a request with `tokens` tokens each."""
         if self.groups is not None:
-            return self.groups.needs(request, width, tokens)
+            ahead = request.most_kv_tokens - request.final_kv_tokens
+            return self.groups.needs(request, width, tokens, ahead)
         return [self.tables.most_blocks(request, width, tokens, shares=self._copying is None)]
 
     def lookup(self, group: Group) -> Sequence[int]:
@@ -162,7 +163,7 @@ class PagedManager:
         It changes no block. Where lookups are kept, the last one before an admission is noted in `lookups`.
         """
         if self.groups is not None:
-            return self.groups.hits.find(group)
+            return self.groups.find(group)
         asked = (group.root_target - 1) // self.block_size
         hits, missed = self.prefix_cache.find(group, asked)
         if self.lookups is not None and self.prefix_cache.serves(group.request):
@@ -428,7 +429,10 @@ class PagedManager:
     # -- making room ---------------------------------------------------------------------------------------
 
     def preempt(self, group: Group, unseen: int = 0) -> None:
-        """Release all blocks of the group. The next lookup finds again what is still cached."""
+        """Release all blocks of the group. The next lookup finds again what is still cached.
+
+        Of chunks nothing is, where nobody else had a page: cached pages that lie scattered were in its way.
+        """
         for sequence in group.sequences:
             self._cache_computed(sequence, unseen)
         root = self._parts(group.sequences[0])
@@ -437,6 +441,8 @@ class PagedManager:
             group.private.append(root[0].private)
         for sequence in reversed(group.holders):
             self._release_table(sequence)
+        if self.groups is not None and self.groups.scatters and not self.groups.pages.live_pages:
+            self.groups.pages.reset()
 
     def _by_group(self, group: Group) -> list[Sequence[SequenceState]]:
         """What the sequences have, by group of layers."""

@@ -160,6 +160,9 @@ class Scheduler:
                 waited()
             self._fill(step)
             step.preempted = [*before, *step.preempted]
+        if not (len(self._batch) or step.preempted):  # no later step has more room
+            head = self.swapped.head or self.waiting.head
+            raise CoreError(f"nothing runs, and request {head and head.request.request_id} has no room")
         plan = self._plan(step, 1 if self._batch.ending else max_steps)
         self._open = self._step
         self._step += 1
@@ -251,6 +254,8 @@ class Scheduler:
         stats.preemptions += 1
         step.appended.pop(victim, None)
         self._batch.remove(victim)
+        if not len(self._batch) and stats.preemptions > 99:
+            raise CoreError(f"request {victim.request.request_id} has no room although it runs alone")
         # A group without generated tokens is cheaper to compute again. One with a draft child is not swapped either.
         swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
         if swaps and victim.generated and victim.draft is None and self.manager.can_swap_out(victim):

@@ -1,6 +1,8 @@
 """Pages of several sizes in one memory: random walks, planted bugs that they notice, and the rules one by one."""
 
+import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -162,6 +164,59 @@ def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(OutOfBlocksError, match="no room"):
         pages.take([5, 0])
     pages.check({})
+
+
+# -- progress in the smallest memory -----------------------------------------------------------------------
+
+
+def tight(seed: int) -> tuple[GroupSetup, list[Request]]:
+    """Requests that share prefixes, and the smallest memory that can serve each of them alone."""
+    draw = random.Random(seed)
+    wide = LayerSet(GroupKind.full, draw.choice([1, 2, 3, 4, 8]), 8)
+    narrow = LayerSet(GroupKind.window, draw.choice([1, 2, 3]), 8, draw.choice([5, 7, 9, 13]))
+    every = draw.choice([0, None])
+    setup = GroupSetup((wide, narrow), LCM, budget=draw.choice([5, 8, 13]), interval=every, whole=True)
+    requests = []
+    for rid in range(12):
+        keyed = [(draw.choice([1, 2, 3]), draw.randint(3, 30)) for _ in range(draw.randint(0, 2))]
+        segments = [*keyed, (None, draw.randint(1, 15))]
+        prompt = sum(tokens for _, tokens in segments)
+        identity = KeyIdentity(rid, segments)
+        requests.append(Request(rid, prompt, draw.randint(1, 30), identity=identity))
+    setup = replace(setup, longest=200, running=draw.choice([1, 2, 4]), memory=0)
+    while True:
+        setup = replace(setup, memory=setup.memory + setup.layout().chunk_bytes)
+        if not any(map(setup.manager().never_fits, requests)):
+            return setup, requests
+
+
+# of them 6, 24, 35, 56 and 58 waited for ever: the pages of their hits lay in more chunks than they fill
+@cases("seed", range(200), day=(6, 24))
+def test_the_smallest_memory_that_refuses_nobody_serves_all(seed: int) -> None:
+    setup, requests = tight(seed)
+    scheduler, steps = Scheduler(setup.manager(), setup.limits()), 0
+    for request in requests:
+        scheduler.submit(request)
+    while scheduler.has_work:
+        plan = scheduler.schedule()
+        scheduler.commit(plan, StepResult())
+        steps += 1
+        assert steps < 3000
+    scheduler.manager.check()
+
+
+def test_a_request_alone_fits_although_its_window_begins_inside_a_chunk() -> None:
+    """Windows of 7 tokens hold up to four pages, which lie in two chunks of four."""
+    sets = LayerSet(GroupKind.full, 8, 8), LayerSet(GroupKind.window, 2, 8, 7)
+    request, steps = Request(0, 45, 28, identity=KeyIdentity(0, [(1, 45)])), 0
+    setups = (GroupSetup(sets, LCM, budget=5, memory=256 * chunks, longest=200) for chunks in range(1, 40))
+    setup = next(setup for setup in setups if setup.manager().never_fits(request) is None)
+    scheduler = Scheduler(setup.manager(), setup.limits())
+    scheduler.submit(request)
+    while scheduler.has_work:
+        scheduler.commit(scheduler.schedule(), StepResult())
+        steps += 1
+        assert steps < 1000
 
 
 # -- what a policy is worth --------------------------------------------------------------------------------

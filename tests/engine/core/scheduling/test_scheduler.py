@@ -220,6 +220,28 @@ def test_scheduling_without_work_is_refused() -> None:
         model_of().scheduler.schedule()
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("can_admit", "nothing runs, and request 7 has no room"),
+        ("can_extend", "request 7 has no room although it runs alone"),
+    ],
+)
+def test_a_memory_that_never_has_room_for_what_it_accepts_is_an_error_and_no_endless_run(
+    wrong: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedManager, wrong, lambda *asked: False)
+    scheduler = model_of().scheduler
+    scheduler.submit(Request(7, 4, 4))
+
+    def run() -> None:
+        for _ in range(1000):
+            scheduler.commit(scheduler.schedule(), StepResult())
+
+    with pytest.raises(CoreError, match=said):
+        run()
+
+
 def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
     manager = PagedManager(10, 4)
     model = SlotModel(Scheduler(manager, SchedulerLimits(64, 8, watermark=0.3)))
