@@ -15,8 +15,8 @@ from engine.core.options import GroupKind, GroupPages, StateMode, WindowHits
 _SPANS = (GroupKind.window, GroupKind.chunk)  # kinds that see so many tokens alone
 _ENDLESS = 1 << 30  # tokens of a block that never ends: one state serves a whole sequence
 _STATE_KEEPS = 2  # a state stands for all tokens before it: like a window that sees the token before alone
-# attention blocks beside a state are multiples of a block that has at least so many tokens
-_ALIGNED_TOKENS = 16
+# attention blocks beside a state are multiples of a block that has at least so many tokens, or latent vectors
+_ALIGNED_TOKENS = 16, 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +287,7 @@ def uniform_layout(
     if recurrent:
         state_bytes = max(each.layer_bytes for each in recurrent)
         token_bytes = max(each.layer_bytes for each in tokens)
-        aligned = max(_ALIGNED_TOKENS, block_size)
+        aligned = max(block_size, *(_ALIGNED_TOKENS[each.kind is GroupKind.latent] for each in tokens))
         size = -(-state_bytes // (aligned * token_bytes)) * aligned
     page = size * max(each.layer_bytes for each in tokens)
     counts = [each.layers for each in sets]

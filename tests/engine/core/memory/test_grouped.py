@@ -49,7 +49,7 @@ SETUPS = [
     GroupSetup(sets=(FULL, STATE), size=2, memory=6000, interval=None),
     GroupSetup(sets=(FULL, SMALL), size=2, memory=6000, budget=40),
     GroupSetup(sets=(FULL, STATE), memory=9000, unit=4),
-    GroupSetup(sets=(FULL, SMALL, LATENT), memory=9000, unit=8, interval=None),
+    GroupSetup(sets=(FULL, SMALL, replace(FULL, layer_bytes=4)), memory=9000, unit=8, interval=None),
     GroupSetup(sets=(STATE, FULL), memory=9000, unit=2, preemption=SWAP, host=8000),
     GroupSetup(sets=(FULL, STATE), memory=9000, unit=4, retention=Retention.none),
     GroupSetup(sets=(FULL, SMALL, WINDOW), size=4, memory=6000, states=StateMode.every_block, interval=None),
@@ -329,6 +329,15 @@ def test_attention_blocks_grow_until_a_page_holds_a_state() -> None:
     assert layout.groups[1].padding == 6 * (528 * 2048 - 1_050_000)
 
 
+@pytest.mark.parametrize(("size", "block"), [(16, 1920), (64, 1920), (192, 1920)])
+def test_latent_blocks_beside_a_state_are_multiples_of_128_tokens(size: int, block: int) -> None:
+    """As `_align_hybrid_block_size` of vLLM 0.33 answers for latent vectors of 576 numbers in 16 bits."""
+    layout = uniform_layout(
+        [LayerSet(GroupKind.latent, 7, 1152), LayerSet(GroupKind.state, 20, 2_100_000)], size
+    )
+    assert {group.block_size for group in layout.groups} == {block}
+
+
 def test_page_bytes_are_units_padding_and_imbalance() -> None:
     for setup in SETUPS:
         for group in setup.layout().groups:
@@ -463,6 +472,20 @@ def test_separate_pools_strand_what_the_other_group_lacks() -> None:
     usage = scheduler.schedule().usage
     assert usage.external == (40 - 3) * layout.page_slots(1)
     assert usage.capacity == manager.groups.pages.slots()[0]
+
+
+def test_the_smallest_pool_that_does_not_refuse_drafts_serves_them() -> None:
+    """Rows keep slots for the next drafts, so a window holds more than itself and a chunk."""
+    layout, steps = uniform_layout([LayerSet(GroupKind.window, 2, 8, window=9)], 4), 0
+    request = Request(0, 30, 40, speculation=Speculation(5))
+    pools = (PagedManager.of(PoolPages(layout, (pages,)), most_chunk=7) for pages in range(1, 20))
+    manager = next(manager for manager in pools if manager.never_fits(request) is None)
+    scheduler = Scheduler(manager, SchedulerLimits(7, 4))
+    scheduler.submit(request)
+    while scheduler.has_work:
+        scheduler.commit(scheduler.schedule(), StepResult())
+        steps += 1
+        assert steps < 300
 
 
 def test_draft_tokens_beside_states_are_refused() -> None:
@@ -601,6 +624,20 @@ def test_tokens_that_a_window_has_left_in_its_first_block_are_behind_it() -> Non
     found = causes(uniform_layout([FULL, WINDOW], 4), (40,), [(12, 3)], 2)
     groups = uniform_layout([FULL, WINDOW], 4).groups
     assert found.behind_window == sum(2 * group.unit_bytes for group in groups if group.window)
+
+
+def test_all_tokens_before_the_chunk_of_a_sequence_that_waits_are_behind_it() -> None:
+    """Attention in chunks of 8: the token after 8 sees none of them, and its blocks are released at its next row."""
+    layout = uniform_layout([FULL, LayerSet(GroupKind.chunk, 2, 8, 8)], 4)
+    manager = PagedManager.of(PoolPages(layout, (40,)), most_chunk=64)
+    scheduler = Scheduler(manager, SchedulerLimits(64, 8, mixed_steps=False))
+    scheduler.submit(Request(0, 7, 9))
+    for _ in range(2):
+        scheduler.commit(scheduler.schedule(), StepResult())
+    scheduler.submit(Request(1, 5, 2))
+    plan = scheduler.schedule()
+    assert [row.request_id for row in plan.rows] == [1]
+    assert manager.groups.account.waste(plan.usage).behind_window == 8 * layout.groups[1].unit_bytes
 
 
 def test_slots_after_the_last_token_are_a_tail() -> None:
