@@ -187,7 +187,8 @@ class GroupWaste(NamedTuple):
     """The bytes of all pools by what they are, while a step runs; they sum to the pools.
 
     Of pages that sequences refer to: `token` is needed by a next token (a state, too), `behind_window` is written and
-    no longer seen, in a block that is not behind its window as a whole, `duplicate` holds what another such page holds,
+    no longer seen (a block behind its window as a whole is released at its next row), `duplicate` holds what another
+    such page holds,
     `reserved` will be written, `tail` never will, `padding` is lost to the one page size, `imbalance` to places of
     padding layers. Of the others: `cached` is a prefix to be hit, `external` is free, and of no use to the request at
     the head of the queue because another pool lacks pages, `free` is the rest.
@@ -294,17 +295,18 @@ class GroupAccount:
         return waste_of(self._layout, usage, behind, [*map(len, copies)], self._live())
 
     def _behind_tokens(self, index: int, copies: Container[int]) -> int:
-        """Tokens of a windowed group that no sequence sees any more, in the blocks where windows begin.
+        """Tokens of a windowed group that no sequence sees any more: in blocks where windows begin, and in all that a
+        sequence without a row in this step has not released yet.
 
         A page counts where all of its sequences have left tokens behind, as often as the last of them. `copies` are
         duplicates as a whole.
         """
         group, found = self._layout.groups[index], dict[int, list[int]]()
+        size = group.block_size
         for part in self._tables[index].live:
-            held, table = part.held, part.table
-            left = group.unseen(part.computed) - held * group.block_size
-            if held < len(table) and left > 0:
-                found.setdefault(table[held], []).append(min(left, group.block_size))
+            unseen, table = group.unseen(part.computed), part.table
+            for place in range(part.held, min(len(table), -(-unseen // size))):
+                found.setdefault(table[place], []).append(min(unseen - place * size, size))
         return sum(
             min(behind)
             for page, behind in found.items()
