@@ -26,6 +26,7 @@ from engine.core.scheduling.scheduler import Scheduler
 FULL = LayerSet(GroupKind.full, 2, 8)
 WINDOW = LayerSet(GroupKind.window, 4, 8, window=7)
 SHORT = LayerSet(GroupKind.window, 3, 4, window=3)
+CHUNK = LayerSet(GroupKind.chunk, 4, 8, window=8)
 LATENT = LayerSet(GroupKind.latent, 2, 8)
 STATE = LayerSet(GroupKind.state, 3, 24)
 
@@ -162,6 +163,8 @@ class GroupSlotModel(SlotModel):
             if group.kind is GroupKind.state:
                 continue
             first = 0 if group.window is None else max(0, row.context_len - group.window + 1)
+            if group.kind is GroupKind.chunk:
+                first = row.context_len - row.context_len % group.window
             for position in range(first, row.context_len + row.query_len):
                 slot = (table[position // group.block_size], position % group.block_size)
                 assert self.slots.get(slot) == self.value(row, tokens, position), f"{slot} at {position}"

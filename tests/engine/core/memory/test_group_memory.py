@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from core_driver import random_walk
-from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
+from group_driver import CHUNK, FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
 from tiers import cases, tier
 
 from engine.core.errors import CoreError, OutOfBlocksError
@@ -30,6 +30,7 @@ SETUPS = [
     GroupSetup(pages=LCM, memory=3600),
     GroupSetup(sets=(FULL, SHORT), pages=LCM, scheduling=Scheduling.priority),
     GroupSetup(pages=LCM, caching=False, memory=2400),
+    GroupSetup(sets=(FULL, CHUNK), pages=LCM, memory=4800, interval=None),
     GroupSetup(sets=(FULL, WINDOW, SHORT), pages=LCM, memory=6000, preemption=Preemption.swap, host=8000),
 ]
 PAGES = separate_layout([FULL, WINDOW], 4, pages=LCM)  # pages of 64 and of 128 bytes: chunks of 128

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from core_driver import CoreDriver, random_arrival, random_walk
-from group_driver import FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
+from group_driver import CHUNK, FULL, LATENT, SHORT, STATE, WINDOW, GroupSetup
 from tiers import cases, tier
 
 from engine.core.errors import CoreError, NeverFitsError
@@ -64,6 +64,8 @@ SETUPS = [
     GroupSetup(sets=(FULL, STATE), size=2, memory=5000, preemption=SWAP, host=8000),
     GroupSetup(sets=(LATENT, SHORT), pages=SEPARATE, memory=3000, preemption=Preemption.auto, host=6000),
     GroupSetup(sets=(FULL, WINDOW), memory=5000, retention=Retention.none, budget=40),
+    GroupSetup(sets=(FULL, CHUNK), memory=5000),
+    GroupSetup(sets=(CHUNK, FULL), memory=4000, preemption=SWAP, host=8000, scheduling=Scheduling.priority),
 ]
 
 
