@@ -225,8 +225,9 @@ BRANCHED = [  # family, pages, tokens of the pool: with the smaller ones request
     ),
     *(("gemma2", pages, 110) for pages in ("uniform", "lcm")),
     *(("gemma3_text", "separate", 110), ("deepseek_v2", "uniform", 110)),
-    *((family, "uniform", 300) for family in ("qwen3_next", "falcon_h1", "lfm2", "kimi_linear")),
+    *((family, "uniform", 300) for family in ("qwen3_next", "falcon_h1", "lfm2")),
     *(("falcon_h1", "lcm", 300), ("kimi_linear", "lcm", 500), ("jamba", "uniform", 500)),
+    ("kimi_linear", "uniform", 1500),  # blocks of 128 tokens
     *(("qwen3_next", "separate", 500), ("lfm2", "separate", 500)),
 ]
 MEMORY = {"recompute": {}, "swap": {"host_blocks": 200}}
