@@ -92,7 +92,7 @@ RESIDENCY_COLUMNS: Mapping[str, str] = {
 
 WASTE_COLUMNS: Mapping[str, str] = {
     "token": "K, V or a state that a next token needs",
-    "behind_window": "written and no longer seen, in a block that its window has not left as a whole",
+    "behind_window": "written and no longer seen, in a block that is not released yet",
     "duplicate": "the same as another page that is in use",
     "reserved": "allocated, and will be written",
     "tail": "allocated, and never will be",

@@ -272,6 +272,10 @@ def uniform_layout(
     state, attention blocks get so long that a page of a layer holds the state, and a state is kept at the end of each
     block. Sets are then divided into groups of as many layers each, with empty places in the last ones.
 
+    Not followed: where all layers keep the same of a sequence and differ in bytes alone (every token, latent vectors
+    included), vLLM has one group of them (`UniformTypeKVCacheSpecs`), here each size has its own. And where it is told
+    to lay out blocks before layers (`VLLM_KV_CACHE_LAYOUT=BLHNC`), it packs pages of several sizes beside each other.
+
     Source: `unify_kv_cache_spec_page_size` and `_get_kv_cache_groups_uniform_page_size` in
     vllm/v1/core/kv_cache_planning.py, `_align_hybrid_block_size` in vllm/platforms/interface.py (vLLM 0.33).
 
