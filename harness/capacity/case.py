@@ -452,18 +452,20 @@ class LoadCase:
     def most_rate(self) -> tuple[float, str]:
         """Requests per second that no device of this kind serves for long, and of what it has too little.
 
-        A request takes two operations for each weight and each token that is computed, prompt tokens that stood in an
-        earlier prompt left out; and each of its output tokens, or as many as drafts make of one step, reads the KV of
-        all before it in layers without a window. Both are less than what it takes, so the rate is a bound. It is
-        infinite for a CPU, whose peak is not known.
+        A request takes two operations for each weight and each token that is computed; and each of its output tokens,
+        or as many as drafts make of one step, reads the KV of all before it in layers without a window. Left out are
+        prompt tokens that stood in an earlier prompt, which changes may cache, all where answers are found again, and
+        all outputs but one where branches may end. So both are less than what it takes, and the rate is a bound. It
+        is infinite for a CPU, whose peak is not known.
         """
         config, rows = self.config, self.trace.columns
         device = config.device
         if device.name == EngineDevice.cpu.value or self.served is None:
             return inf, ""
         shape = self.served.deployment.shape
-        shared = sum(self.shared) if config.cache.prefix_caching else 0
-        prompts, outputs = rows.prompt_tokens.astype(np.float64), rows.output_tokens.astype(np.float64)
+        prompts = rows.prompt_tokens.astype(np.float64)
+        outputs = np.minimum(rows.output_tokens, 1.0 if config.decoding.branch_hazard else inf)
+        shared = prompts.sum() if config.cache.answers else sum(self.shared)
         computed = float(prompts.sum() - shared + outputs.sum() - len(rows))
         flop = 2.0 * shape.token_weights * computed / len(rows)
         whole = (shape.attention_layers - shape.windowed_layers) / shape.layers
