@@ -132,8 +132,9 @@ def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
     answer = highest_rate(case, 1, PRECISION, lambda _: None, bounds=False)
     if answer.value is None:
         advice.answers.append(f"The SLO ({goals(case.slo)}): {answer.reason}.")
-        if answer.good is None and answer.bad is not None and all(one.upper for one in answer.bad.broken):
-            _impossible(case, advice, answer.bad, own, tell)
+        bad = answer.bad
+        if answer.good is None and bad and all(one.upper and one.metric in bad.metrics for one in bad.broken):
+            _impossible(case, advice, bad, own, tell)
         return
     changes: Changes = {}
     if answer.bad is not None:
@@ -217,10 +218,6 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
 
 def breaks_first(case: LoadCase, bad: Trial) -> str:
     """What breaks first when the load grows, from the trial just above the highest rate."""
-    _, what = case.most_rate
-    if not bad.metrics:
-        reason = f"{bad.rate:.3g} requests/s need more {what} than the device has" if what else bad.why()
-        return f"When the load grows: {reason}."
     metrics, limit = bad.metrics, replaced(case.config, bad.changes).scheduler.max_running
     again = metrics.get("recomputed_tokens", 0.0) / max(1.0, metrics.get("computed_tokens", 1.0))
     full = metrics.get("gauge", 0.0) >= _FULL

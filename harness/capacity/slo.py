@@ -21,15 +21,19 @@ class Goal:
     upper: bool
 
     def holds(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a run meets the goal. One without the metric (no output of two tokens) is below any bound."""
+        """Whether a run meets the goal. One without a latency (no output of two tokens) is below any bound.
+
+        One without another figure meets none: it is a figure of what the run did not have, as groups of layers.
+        """
         value = metrics.get(self.metric)
         if value is None:
-            return self.upper
+            return self.upper and METRICS[self.metric].unit == LATENCY_UNIT
         return value <= self.bound if self.upper else value >= self.bound
 
     def share(self, metrics: Mapping[str, float]) -> float:
-        """The figure as a multiple of its bound, above 1 where it is broken; a run without the metric has 0 of it."""
-        value = metrics.get(self.metric, 0.0)
+        """The figure as a multiple of its bound, above 1 where it is broken; a run without the metric has 0 of it, or
+        where it meets no goal without it, any number."""
+        value = metrics.get(self.metric, inf if self.upper and not self.holds(metrics) else 0.0)
         return value / max(self.bound, 1e-12) if self.upper else self.bound / max(value, 1e-12)
 
     def __str__(self) -> str:
