@@ -70,6 +70,7 @@ DEVICES = {
     "rtx 5090": "rtx5090",
     "rtx 5070 ti": "rtx5070ti",
 }
+_OTHER = r".*\b(?:laptop|max-q|nvl|d)\b"  # of slower GPUs, whose names go on
 _WEIGHTS = {"fp8": "fp8", "mxfp4": "mxfp4"}
 _WEIGHTS |= dict.fromkeys(("awq", "awq_marlin", "gptq", "gptq_marlin"), "int4")
 UNSAID = "The log does not say whether the engine scheduled ahead of its results"
@@ -126,7 +127,8 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     words = ("measure=false", "cost.kind=roofline" if deployed else "cost=roofline", *own, *overrides)
     config = normalise(one_configuration(words, _ONE))
     scheduler, spreads = _other_scheduler(settings)
-    more = (*_front_end(log, config, chosen), *(() if config.device.fitted_from else spreads))
+    more = (*_given_bytes(settings, config, chosen), *_front_end(log, config, chosen))
+    more += () if config.device.fitted_from else spreads
     if more:
         words += more
     asked = one_configuration(words, _ONE)
@@ -165,6 +167,15 @@ def _front_end(log: EngineLog, config: RunConfig, chosen: set[str]) -> tuple[str
     if log.requests.queued_s is not None or device.fitted_from is not None or known:
         return ()
     return tuple(f"{key}={value:g}" for key, value in _FRONT_END.items())
+
+
+def _given_bytes(settings: EngineSettings, config: RunConfig, chosen: set[str]) -> tuple[str, ...]:
+    """The pool of an engine that was told the bytes of its KV on each device, without vLLM's null block."""
+    if settings.pool_bytes is None or settings.tokens_of_pool or settings.pool_blocks or chosen & _POOL:
+        return ()
+    shape, size = model_shape(config.model), config.cache.block_size
+    page = size * shape.kv_bytes_per_token * shape.kv_share(config.device.tensor_parallel)
+    return (f"cache.pool_tokens={(int(settings.pool_bytes // page) - 1) * size}",)
 
 
 _AHEAD = "scheduler.async_scheduling"
@@ -322,26 +333,21 @@ def preset_of(name: str) -> str | None:
 
 
 def preset_of_device(name: str) -> str | None:
-    """The preset of a device by the name that its driver gives, or None. A GB200 is no B200."""
-    found = next(
-        (DEVICES[one] for one in DEVICES if re.search(rf"(?<!\w){re.escape(one)}(?!\w)", name.lower())), None
-    )
+    """The preset of a device by the name that its driver gives, or None. A GB200 is no B200, a laptop's GPU no card."""
+    words = ((rf"(?<!\w){re.escape(one)}(?!\w|{_OTHER})", preset) for one, preset in DEVICES.items())
+    found = next((preset for word, preset in words if re.search(word, name.lower())), None)
     return found if found in groups()["device"] else None
 
 
 def _device(settings: EngineSettings) -> str:
     known = ", ".join(name for name in groups()["device"] if name != "cpu")
     if settings.device is None:
-        reason = (
-            "the log does not say on which device it ran; add device=./mine.yaml, or device= and a preset"
-        )
-        raise UserError(f"{reason}: {known}")
+        said = "the log does not say on which device it ran"
+        raise UserError(f"{said}; add device=./mine.yaml, or device= and a preset: {known}")
     found = preset_of_device(settings.device)
     if found is None:
-        reason = (
-            f"no preset describes the device {settings.device}; add device=./mine.yaml, or take the nearest"
-        )
-        raise UserError(f"{reason} of {known}")
+        said = f"no preset describes the device {settings.device}"
+        raise UserError(f"{said}; add device=./mine.yaml, or take the nearest of {known}")
     return found
 
 

@@ -65,6 +65,7 @@ class EngineSettings:
     prefix_match_unit: int | None = None
     pool_blocks: int | None = None
     pool_tokens: int | None = None
+    pool_bytes: int | None = None  # of KV on each device
     memory_utilization: float | None = None
     host_memory_gb: float | None = None  # 10^9 bytes for blocks that are swapped or offloaded to the host
     max_model_len: int | None = None
@@ -101,8 +102,8 @@ class EngineSettings:
 
     @property
     def knows_pool(self) -> bool:
-        """Whether the size of the pool is known, in tokens or in blocks."""
-        return self.tokens_of_pool is not None or self.pool_blocks is not None
+        """Whether the size of the pool is known, in tokens, in blocks or in bytes."""
+        return any(one is not None for one in (self.tokens_of_pool, self.pool_blocks, self.pool_bytes))
 
     def given(self) -> dict[str, Any]:
         """The settings that are known, by field."""
@@ -301,6 +302,7 @@ VLLM = EngineArguments(
         "device_memory_utilization": ("memory_utilization", _share),
         "max_num_active_seqs": ("max_running", count),
         "max_num_scheduled_tokens": ("max_batched_tokens", count),
+        "kv_cache_memory_bytes": ("pool_bytes", _unless(count, "0")),
     },
     unmodelled={
         "pipeline_parallel_size": (1,),
@@ -382,6 +384,7 @@ def with_vllm_defaults(
 
 # -- SGLang -----------------------------------------------------------------------------------------------------------
 
+_NOT_SIMULATED = "speculative_algorithm disaggregation_mode cpu_offload_gb pp_size pipeline_parallel_size"
 SGLANG = EngineArguments(
     "sglang",
     mapped={
@@ -406,13 +409,7 @@ SGLANG = EngineArguments(
         "dp_size": ("data_parallel", count),
         "data_parallel_size": ("data_parallel", count),
     },
-    unmodelled=dict.fromkeys(
-        (
-            *("speculative_algorithm", "disaggregation_mode", "cpu_offload_gb"),
-            *("pp_size", "pipeline_parallel_size"),
-        ),
-        (None, "null", 1, 0, 0.0, ""),
-    ),
+    unmodelled=dict.fromkeys(_NOT_SIMULATED.split(), (None, "null", 1, 0, 0.0, "")),
     silent=(
         *("host", "port", "tokenizer_path", "trust_remote_code", "random_seed", "api_key", "log_level"),
         *("log_requests", "log_requests_level", "log_requests_format", "log_requests_target"),

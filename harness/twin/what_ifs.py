@@ -301,7 +301,7 @@ def _asked(config: RunConfig, workload: Trace, text: str) -> tuple[str, dict[str
             "the pool is that of the deployment, so this would change nothing; ask another pool, as "
             f"cache.pool_tokens={2 * tokens}"
         )
-    kept = {} if key.startswith(POOL) else {"cache.pool_tokens": tokens}
+    kept = {"cache.pool_tokens": None if key.startswith(POOL) else tokens}
     name = last if key == "cache.policy" else VLLM_NAMES.get(last, last)  # vLLM's policy is the scheduler's
     try:
         changed = {"cache.pool_blocks": None, **kept, key: converted(key, setting.value)}

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from harness.config.checks import checked
 from harness.config.errors import UserError
 from harness.config.values import replaced
 from harness.twin.configured import configured, preset_of, preset_of_device
 from harness.twin.log import EngineLog
 from harness.twin.reading import read_engine_log
+from harness.twin.settings import VLLM
 from harness.twin.what_ifs import _asked
 from harness.workload.deployment import deployment_of
 from harness.workload.point import resolve
@@ -47,6 +49,16 @@ def test_the_pool_of_the_log_is_the_pool(recorded: EngineLog) -> None:
     assert not any("does not give the pool" in note for note in found.notes)
 
 
+def test_the_bytes_of_a_pool_on_each_device_are_the_pool(recorded: EngineLog) -> None:
+    """128 KiB a token of Llama-3.1-8B, half of it on each of two devices; a block is vLLM's null block."""
+    read = VLLM.read({"kv_cache_memory_bytes": "10G"}, "serve.sh")
+    said = with_settings(recorded, pool_bytes=read.pool_bytes, tensor_parallel=2)
+    found = configured(said, ("device=rtx4090",))
+    assert found.config.cache.pool_tokens == (10 * 2**30 // 2**20 - 1) * 16
+    assert not any("does not give the pool" in note for note in found.notes)
+    assert configured(said, ("device=rtx4090", "cache.pool_tokens=1600")).config.cache.pool_tokens == 1600
+
+
 def test_pages_of_a_group_of_layers_are_a_part_of_the_pool(recorded: EngineLog) -> None:
     """vLLM's pages of gpt-oss hold 12 of the 24 layers, unless it runs without groups."""
     said = with_settings(recorded, pool_blocks=2588, model="openai/gpt-oss-20b")
@@ -65,6 +77,13 @@ def test_a_what_if_keeps_the_memory_of_pages_in_groups(recorded: EngineLog) -> N
     assert deployment_of(config).pool.page_counts == (2588,)
     _, values, _ = _asked(config, recorded.workload, "scheduler.max_running=64")
     assert deployment_of(replaced(config, values)).pool.page_counts == (2588,)
+
+
+def test_a_what_if_may_give_the_pool_in_blocks(recorded: EngineLog) -> None:
+    """It was refused, because the tokens of the log stood beside it."""
+    config = configured(with_settings(recorded, pool_blocks=2588), ("device=rtx4090",)).config
+    _, values, _ = _asked(config, recorded.workload, "cache.pool_blocks=500")
+    assert deployment_of(checked(replaced(config, values))).pool.num_blocks == 500
 
 
 @pytest.mark.parametrize(("version", "pool"), [("0.19.0", 41408), ("0.33.0", None)])
@@ -194,6 +213,13 @@ def test_a_model_other_than_that_of_the_log_is_said(recorded: EngineLog) -> None
 
 def test_a_gb200_is_no_b200(recorded: EngineLog) -> None:
     assert preset_of_device("NVIDIA B200") == "b200"
+    assert preset_of_device("NVIDIA GeForce RTX 4090") == "rtx4090"
+    laptops = (
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
+    )
+    for name in (*laptops, "NVIDIA GeForce RTX 4090 D", "NVIDIA H200 NVL"):
+        assert preset_of_device(name) is None
     with pytest.raises(UserError, match="no preset describes the device NVIDIA GB200"):
         configured(with_settings(recorded, device="NVIDIA GB200"), ())
 
