@@ -18,6 +18,10 @@ from traces.formats.files import SourceFile, read_document
 from traces.formats.parsing import kind
 
 _COMMAND = re.compile(r"vllm\s+serve\b|vllm\.entrypoints\.|sglang\.launch_server|sglang\s+serve\b")
+_PROGRAM = re.compile(r"serve$|sglang\.launch_server$|vllm\.entrypoints\.")
+_NEXT = re.compile(
+    r"\d?[;&|<>]|vllm$|python3?$"
+)  # where a command ends, or a client's begins on another line
 _VERSION_OF_IMAGE = re.compile(r"(?:vllm-openai|sglang):v?(\d+\.\d+(?:\.\d+)?\S*)")
 _NUMBER = re.compile(r"-\d+(\.\d+)?")  # below 0: a value, and no flag
 _TELLING = [
@@ -101,12 +105,12 @@ def settings_of_words(words: list[str], where: str) -> EngineSettings:
     is_sglang = "sglang" in text and "vllm serve" not in text
     engine = SGLANG if is_sglang else VLLM
     args: dict[str, Any] = {}
-    programs = ("serve", "sglang.launch_server")
-    starts = [
-        at for at, word in enumerate(words, 1) if word in programs or word.startswith("vllm.entrypoints.")
-    ]
-    start = starts[0] if starts else 0
-    words = words[start:]
+    starts = [at for at, word in enumerate(words, 1) if _PROGRAM.match(word)]
+    servers = [at for at in starts if words[at - 2] != "bench"]
+    if len(servers) > 1:
+        raise RowError(None, f"the commands of {len(servers)} servers; keep that of the server of this log")
+    start = servers[0] if servers else 0
+    words = words[start : next((at for at in range(start, len(words)) if _NEXT.match(words[at])), None)]
     if words and not words[0].startswith("-") and start and not is_sglang:
         args["model"] = words.pop(0)
     while words:

@@ -52,6 +52,22 @@ def test_a_command_line_of_vllm_is_mapped(tmp_path: Path) -> None:
     assert (found.prefix_caching, found.tensor_parallel, found.kv_dtype) == (False, 2, "fp8_e4m3")
 
 
+def test_what_stands_behind_the_server_s_command_is_not_its_settings(tmp_path: Path) -> None:
+    """Its output, a second command, a client: --dtype of `vllm bench serve` was taken for the server's."""
+    client = "> log 2>&1 &\nvllm bench serve --model other --dtype float16 --max-num-seqs 3\n"
+    found = settings(tmp_path, "serve.sh", f"{COMMAND.rstrip()} --enable-prefix-caching {client}")
+    assert (found.model, found.max_running, found.dtype) == ("meta-llama/Llama-3.1-8B", 200, None)
+    assert found.prefix_caching is True
+
+
+def test_two_servers_in_one_file_are_refused(tmp_path: Path) -> None:
+    """The model of the first had the limits of the second."""
+    said = refusal(
+        tmp_path, "serve.sh", "vllm serve one --max-num-seqs 8 &\nvllm serve other --max-num-seqs 9\n"
+    )
+    assert "the commands of 2 servers; keep that of the server of this log" in said
+
+
 def test_an_option_without_a_key_is_listed(tmp_path: Path) -> None:
     assert settings(tmp_path, "serve.sh", COMMAND).unmapped == {"api_key": "given", "enforce_eager": "True"}
 
