@@ -17,6 +17,7 @@ from scipy.optimize import least_squares
 
 from harness.config.errors import UserError
 from harness.config.schema import DeviceConfig, RunConfig
+from harness.console import one_line
 from harness.cost.seen import LARGEST, seen
 from harness.point.bands import decode_step_s
 from harness.store.atomic import write_files
@@ -507,4 +508,4 @@ def _device_text(fit: Fit, log: EngineLog, found: Configured, command: str, trus
         comment = "" if constant is None else f"  # before {constant.prior:.4g}; {constant.how}"
         written = f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
         lines.append(f"{one.name}: {written}{comment}")
-    return "\n".join(lines) + "\n"
+    return "\n".join(one_line(line, 10**6) for line in lines) + "\n"  # a name in the log adds no line

@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from harness.twin.fit import (
     requests_to_fit,
     trace_bytes,
     which,
+    write_device,
 )
 from harness.twin.log import EngineLog, LoggedRequests
 from harness.twin.prediction import PredictedRun, compared, errors_by_part, errors_of, others, predictor
@@ -271,6 +273,16 @@ def test_a_fit_keeps_what_it_has_seen(fit: Fit) -> None:
     assert known.largest["longest"] == (first.prompt_tokens + first.output_tokens).max()
     assert 1 < known.largest["rows"] <= 40
     assert known.step[2] > 0
+
+
+def test_a_name_in_a_log_adds_no_line_to_the_file_of_its_device(fit: Fit, tmp_path: Path) -> None:
+    """A model that calls itself by two lines would set a constant of the device."""
+    settings = EngineSettings(model="shop\nactivation_gb: 9\n/llama")
+    log = replace(planted(TRUE), settings=settings)
+    write_device(fit, log, Configured(config(), settings, (), ()), "made", tmp_path / "device.yaml")
+    lines = (tmp_path / "device.yaml").read_text().splitlines()
+    assert "activation_gb: 9" not in lines
+    assert any("model shop\\nactivation_gb: 9" in line for line in lines if line.startswith("# Log: "))
 
 
 def asked(fit: Fit, question: str) -> WhatIf:
