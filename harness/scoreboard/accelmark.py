@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from harness.config.errors import ConfigError, UserError
-from harness.scoreboard.published_runs import composed, latencies
+from harness.scoreboard.published_runs import composed, latencies, published_files
 from harness.twin.configured import preset_of, preset_of_device
 from harness.twin.prediction import figures_of_times
 from harness.twin.settings import EngineSettings, with_vllm_defaults
@@ -46,28 +46,35 @@ class AccelmarkLoad:
 
 
 def accelmark_rows(folder: Path, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """A row for each load of each run: the errors of the figures that it has (predicted / measured - 1)."""
-    lines = (folder / _LENGTHS).read_text(encoding="utf-8").splitlines()
-    lengths = [int(json.loads(line)["input_tokens"]) for line in lines]
+    """A row for each load of each run: the errors of the figures that it has (predicted / measured - 1).
+
+    Raises UserError where a file is malformed.
+    """
+    with published_files(folder):
+        lines = (folder / _LENGTHS).read_text(encoding="utf-8").splitlines()
+        lengths = [int(json.loads(line)["input_tokens"]) for line in lines]
     rows = []
     for file in sorted(folder.glob("*.json")):
-        run = json.loads(file.read_text(encoding="utf-8"))
-        suite = json.loads((folder / "suites" / f"{run['suite_id']}.json").read_text(encoding="utf-8"))
-        prompts = (
-            lengths if suite["dataset"] == _DATA_SET else [suite["request_distribution"]["input_tokens_p50"]]
-        )
-        for load in _loads(run, suite):
-            row = {
+        with published_files(file):
+            run = json.loads(file.read_text(encoding="utf-8"))
+            suite = json.loads((folder / "suites" / f"{run['suite_id']}.json").read_text(encoding="utf-8"))
+            whole = suite["dataset"] == _DATA_SET
+            prompts = lengths if whole else [suite["request_distribution"]["input_tokens_p50"]]
+            loads, longest = list(_loads(run, suite)), int(suite["max_model_len"])
+            facts = {
                 "run": file.stem,
                 "device": run["chip"]["name"],
                 "vllm": run["software"]["framework_version"].partition("+")[0],
                 "model": run["model"]["model_id"],
+            }
+        for load in loads:
+            row = facts | {
                 "precision": load.precision,
                 "devices": load.devices,
                 "load": load.scenario if load.rate is None else f"{load.rate:g} requests/s",
             }
             try:
-                row |= _errors(run, suite, load, prompts)
+                row |= _errors(run, longest, load, prompts)
             except (ConfigError, UserError) as error:
                 row["not priced"] = str(error)[:160]
             if load.precision in _EIGHT_BITS:
@@ -82,10 +89,8 @@ def _loads(run: dict[str, Any], suite: dict[str, Any]) -> Iterator[AccelmarkLoad
     metrics, devices = run["metrics"], run["chip"]["count"]
     for part in metrics.get("scaling", {}).get("results_by_chip_count", ()):
         yield from _of(part, run["model"]["precision"], part["chip_count"], suite)
-    online = {
-        part["precision"]: part
-        for part in metrics.get("quantization_online", {}).get("results_by_precision", ())
-    }
+    several = metrics.get("quantization_online", {}).get("results_by_precision", ())
+    online = {part["precision"]: part for part in several}
     for part in metrics.get("quantization", {}).get("results_by_precision", ()):
         more = online.get(part["precision"], {})
         yield from _of({**part, "online": more}, part["precision"], devices, suite)
@@ -94,18 +99,12 @@ def _loads(run: dict[str, Any], suite: dict[str, Any]) -> Iterator[AccelmarkLoad
 
 
 def _of(part: dict[str, Any], precision: str, devices: int, suite: dict[str, Any]) -> Iterator[AccelmarkLoad]:
-    done = [
-        row
-        for row in part["results_by_concurrency"]
-        if row.get("throughput_tokens_per_sec") and not row.get("oom")
-    ]
+    rows = part["results_by_concurrency"]
+    done = [row for row in rows if row.get("throughput_tokens_per_sec") and not row.get("oom")]
     if not done:
         return
-    offline = done[-1]
-    tokens, count = (
-        offline["throughput_tokens_per_sec"] * offline["elapsed_seconds_median"],
-        suite["request_count"],
-    )
+    offline, count = done[-1], suite["request_count"]
+    tokens = offline["throughput_tokens_per_sec"] * offline["elapsed_seconds_median"]
     output = min(max(round(tokens / count), 2), suite["output_tokens_max"])
     rate = {"tokens_per_s": offline["throughput_tokens_per_sec"]}
     yield AccelmarkLoad("all at once", precision, devices, count, None, output, rate)
@@ -122,36 +121,30 @@ def _figures(row: dict[str, Any]) -> dict[str, float]:
     return {f"{name}_{q}": row[f"{name}_ms_{q}"] for name in ("ttft", "tpot") for q in ("p50", "p90")}
 
 
-def _words(run: dict[str, Any], suite: dict[str, Any], load: AccelmarkLoad) -> list[str]:
+def _words(run: dict[str, Any], longest: int, load: AccelmarkLoad) -> list[str]:
     device, model = preset_of_device(run["chip"]["name"]), preset_of(run["model"]["model_id"])
     if device is None or model is None:
         raise UserError(f"no preset of {run['chip']['name']} or of {run['model']['model_id']}")
     words = [f"device={device}", f"model={model}", "cost=roofline"]
-    words += [f"device.tensor_parallel={load.devices}", f"cache.max_model_len={suite['max_model_len']}"]
+    words += [f"device.tensor_parallel={load.devices}", f"cache.max_model_len={longest}"]
     if load.precision in _WEIGHTS:
         words.append(f"model.weight_dtype={_WEIGHTS[load.precision]}")
     version = run["software"]["framework_version"]
     if version.startswith("0.7."):
-        budget = max(suite["max_model_len"], 2048)
-        return [
-            *words,
-            *("scheduler=whole_prompt", "cache.prefix_caching=false", "cache.block_size=16"),
-            *(f"scheduler.max_batched_tokens={budget}", "scheduler.max_running=256"),
-        ]
+        words += ["scheduler=whole_prompt", "cache.prefix_caching=false", "cache.block_size=16"]
+        return [*words, f"scheduler.max_batched_tokens={max(longest, 2048)}", "scheduler.max_running=256"]
     memory = composed((f"device={device}",)).device.memory_gb
     settings = with_vllm_defaults(EngineSettings("vllm", version), memory_gb=memory, device=device)
     return [*words, *settings.overrides()]
 
 
-def _errors(
-    run: dict[str, Any], suite: dict[str, Any], load: AccelmarkLoad, prompts: Sequence[int]
-) -> dict[str, Any]:
-    words = _words(run, suite, load)
+def _errors(run: dict[str, Any], longest: int, load: AccelmarkLoad, prompts: Sequence[int]) -> dict[str, Any]:
+    words = _words(run, longest, load)
     if load.scenario == "one after another":
         words += ["replay.mode=closed", "replay.users=1"]
     config = composed(words)
     first = load.requests if config.cache.prefix_caching else 0  # these fill the prefix cache
-    found = latencies(config, _trace(load, prompts, first, suite["max_model_len"]))
+    found = latencies(config, _trace(load, prompts, first, longest))
     predicted = figures_of_times(1e3 * found["ttft"][first:], 1e3 * found["tpot"][first:])
     predicted["tokens_per_s"] = load.requests * load.output_tokens / float(found["e2e"][first:].max())
     return {f"measured {name}": value for name, value in load.measured.items()} | {

@@ -64,8 +64,9 @@ PUBLIC: Mapping[str, PublicFolder] = {
 }
 _LEFT_OUT = {
     "manifest": "",  # a list of the runs
-    "ngram": "speculative decoding, whose accepted tokens the file does not have",
-    "eagle3": "speculative decoding, whose accepted tokens the file does not have",
+    **dict.fromkeys(
+        ("ngram", "eagle3"), "speculative decoding, whose accepted tokens the file does not have"
+    ),
 }
 
 

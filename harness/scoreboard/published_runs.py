@@ -11,6 +11,7 @@ import re
 import shutil
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -38,6 +39,7 @@ from harness.sweep.plan import one_configuration
 from harness.workload.deployment import model_shape, unmodelled
 from harness.workload.point import Point, resolve
 from harness.workload.simulate import often_replayed, simulate
+from traces.errors import TraceError
 from traces.trace import CHAINED, Segment, Trace, TraceHeader, TraceRequest
 
 DEVICES = {system: name for name, system in SYSTEMS.items() if name != "b300"}  # b300 has no preset
@@ -180,6 +182,17 @@ def _has_block_scales(model: str) -> bool:
     """
     facts = json.loads(_config_file(model).read_text(encoding="utf-8"))
     return bool((facts.get("quantization_config") or {}).get("weight_block_size"))
+
+
+@contextmanager
+def published_files(folder: Path) -> Iterator[None]:
+    """While the files of a public folder are read: what is wrong with them is a UserError that names the folder."""
+    try:
+        yield
+    except (UserError, TraceError):
+        raise
+    except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UserError(f"{folder}: not as it was published ({type(error).__name__}: {error})") from error
 
 
 def sample(runs: Sequence[PublishedRun], each: int) -> list[PublishedRun]:

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from harness.config.errors import ConfigError, UserError
-from harness.scoreboard.published_runs import composed, latencies
+from harness.scoreboard.published_runs import composed, latencies, published_files
 from harness.twin.configured import preset_of
 from harness.twin.rows import JsonDocument
 from traces.errors import RowError
@@ -51,12 +51,8 @@ _SCOUT = "RedHatAI/Llama-4-Scout-17B-16E-Instruct-FP8-dynamic"
 _SCOUT_WORDS = (
     *("model=llama31_8b", "model.name=llama-4-scout", "model.family=qwen3_moe", "model.weight_dtype=fp8"),
     *("model.layers=48", "model.hidden=5120", "model.heads=40", "model.intermediate=16384"),
-    *(
-        "model.vocab=202048",
-        "model.experts=16",
-        "model.expert_intermediate=8192",
-        "model.shared_intermediate=8192",
-    ),
+    *("model.vocab=202048", "model.experts=16", "model.expert_intermediate=8192"),
+    "model.shared_intermediate=8192",
 )
 
 
@@ -118,15 +114,14 @@ def read_staged_runs(folder: Path) -> list[StagedRun]:
 
     Raises:
         TraceError: a file cannot be read, or the specification is malformed (line and path are named).
-        UserError: nothing was measured of a deployment, or its model is not known.
+        UserError: nothing was measured of a deployment, its model is not known, or a table is malformed.
     """
     document = JsonDocument(open_source(str(folder / "specifications.json")))
-    measured = list(_table(folder / "measured_by_stage.csv"))
-    others = list(_table(folder / "predictions_of_others.csv"))
-    return [
-        _run(document, ("experiments", place), measured, others)
-        for place in range(len(document.items(("experiments",))))
-    ]
+    places = range(len(document.items(("experiments",))))
+    with published_files(folder):
+        measured = list(_table(folder / "measured_by_stage.csv"))
+        others = list(_table(folder / "predictions_of_others.csv"))
+        return [_run(document, ("experiments", place), measured, others) for place in places]
 
 
 def _table(file: Path) -> Iterator[dict[str, str]]:

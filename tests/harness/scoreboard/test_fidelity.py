@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from harness.config.errors import UserError
 from harness.config.schema import CostKind
 from harness.scoreboard import accelmark, stage_table
 from harness.scoreboard.board import write_fidelity
@@ -214,6 +215,21 @@ def test_a_device_without_a_preset_is_named(tmp_path: Path) -> None:
     folder = accelmark_folder(tmp_path, chip={"name": "NVIDIA L40", "count": 1})
     (row, _) = accelmark.accelmark_rows(folder, lambda _: None)
     assert row["not priced"] == "no preset of NVIDIA L40 or of Qwen/Qwen2.5-0.5B-Instruct"
+
+
+@pytest.mark.parametrize("lost", ["chip", "suite_id", "lengths"])
+def test_a_run_that_is_not_as_it_was_published_is_named(tmp_path: Path, lost: str) -> None:
+    folder = accelmark_folder(tmp_path, **{lost: {}})
+    if lost == "lengths":
+        (folder / "sharegpt_standard_v1.lengths.jsonl").write_text('{"tokens": 50}\n')
+    with pytest.raises(UserError, match=r"runs.*not as it was published \((Key|FileNotFound)Error"):
+        fidelity([str(folder)], (), lambda _: None)
+
+
+def test_a_table_without_a_column_is_named(table: Path) -> None:
+    (table / "measured_by_stage.csv").write_text("run,stage_index\n7-llama,0\n")
+    with pytest.raises(UserError, match=r"table: not as it was published \(KeyError: 'folder'\)"):
+        stage_table.read_staged_runs(table)
 
 
 @pytest.mark.nightly
