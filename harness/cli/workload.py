@@ -391,7 +391,8 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
         )
     say(
         f"note: {len(case.made)} simulations on {config.device.name} with {config.model.name}, pool "
-        f"{deployment_of(config).pool.origin}; hits are without outputs of earlier turns, which traces do not name"
+        f"{deployment_of(config).pool.origin}; hits are with{'' if config.cache.answers else 'out'} outputs of earlier "
+        "turns that the trace names (cache.answers)"
     )
     if advice.config is None:
         return

@@ -32,7 +32,7 @@ from harness.config.schema import TableEngine
 from harness.console import install_hint
 from harness.cost.grid import Grid, octaves, short_as_decodes, some, tabulated, where_any
 from harness.cost.model_shape import ModelShape
-from harness.cost.roofline import RooflineCost
+from harness.cost.roofline import EACH_ROW_READS, RooflineCost
 from harness.replay.cost_model import Amount, CostSource, Price
 from harness.replay.features import AT
 
@@ -408,7 +408,7 @@ def described(setup: TableSetup) -> dict[str, Any]:
         "engine": str(setup.engine),
         "decode attention": INTERPOLATION,
         **({"attention of prompts": _SIXTEEN} if _prompts_in_sixteen_bits(setup) else {}),
-        "not priced": "block size: the tables have the page size that was timed, at any block size",
+        "not priced": f"block size: the tables have the page size that was timed; {EACH_ROW_READS}",
         "operators": {
             step: {name: kind for name, ms, _, kind in operators if ms} for step, operators in steps.items()
         },

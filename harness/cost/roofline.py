@@ -377,6 +377,9 @@ def _links(model: ModelShape, device: DeviceShape) -> dict[str, float]:
     }
 
 
+EACH_ROW_READS = "prefixes that rows share: each row reads them, as without cascade attention"
+
+
 def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
     """What the price leaves out, each in words."""
     if device.block_size_factor is None:
@@ -396,7 +399,7 @@ def _not_priced(model: ModelShape, device: DeviceShape) -> Iterator[str]:
         yield "the all-reduce of the input embedding"
     if device.parallel > (1 if model.latent else model.kv_heads):
         yield "weights of K and V that several devices hold: each is taken to hold its share"
-    yield "prefixes that rows share: each row reads them, as without cascade attention"
+    yield EACH_ROW_READS
 
 
 def _provenance(model: ModelShape, device: DeviceShape) -> dict[str, object]:
