@@ -331,13 +331,13 @@ def _there(trial: Trial) -> str:
 
 
 def _rate_edge(precision: float, changes: Changes, case: LoadCase, seed: int, start: float) -> Edge:
-    """The search of one seed for the highest rate, below those that no device of the kind serves.
+    """The search of one seed for the highest rate; that of the first is below those that no device of the kind serves.
 
     A goal of at least so much may fail where requests are few (a throughput) or many (a hit ratio), so the other goals
     are searched first.
     """
     figure, most = partial(_figure, case, changes, seed, ""), float(np.nextafter(case.most_rate[0], inf))
-    never = {most: Figure(False, inf)} if most < HIGHEST_RATE else {}
+    never = {most: Figure(False, inf)} if most < HIGHEST_RATE and not seed else {}
     tried = tried_rates(case, changes, seed)
     low = min((case.rate or 1.0) * SLOWEST, start)
     # changes that meet the SLO at the start, just above the rate without them, often raise it by little more

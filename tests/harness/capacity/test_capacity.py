@@ -17,6 +17,7 @@ from tiers import cases
 from harness.capacity import (
     CapacityAnswer,
     Figure,
+    _rate_edge,
     best_block_size,
     device_blocks,
     estimate,
@@ -566,6 +567,18 @@ def test_the_peak_bounds_a_rate_whatever_is_found_again_or_ends_early() -> None:
     assert case.served is not None
     decoded = case.served.deployment.shape.token_weights * 2.0 * (case.trace.columns.output_tokens - 1).mean()
     assert case.most_rate == (pytest.approx(1e15 / decoded), "FLOP/s")
+
+
+def test_the_peak_bounds_no_rate_of_another_seed_whose_requests_are_shorter() -> None:
+    """The first seed's 30 requests have 81 tokens each in the mean, and no rate above 0.264 was tried of any seed."""
+    config = single_server()
+    config.device.name, config.device.tflops, config.device.step_overhead_us = "gpu", 1e-4, 1.0
+    config.cache.prefix_caching, config.scheduler.max_running = False, 64
+    config.workload.num_requests, config.workload.seed = 30, 1
+    case = LoadCase(config, parse_slo("ttft_p99<100"), requests=1500)
+    edge = _rate_edge(0.1, {}, case, 2, case.most_rate[0])  # 63 tokens each
+    assert edge.good is not None
+    assert edge.good > 1.05 * case.most_rate[0]
 
 
 def test_a_rate_that_needs_more_than_the_peak_of_the_device_is_not_even_simulated() -> None:
