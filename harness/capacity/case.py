@@ -135,11 +135,8 @@ class Trial:
 
     def why(self) -> str:
         """Why it does not meet the SLO, in words; empty if it does."""
-        found = [
-            f"{count:,} requests {LOST[name]}"
-            for name, count in self.outcome.items()
-            if count and name in LOST
-        ]
+        lost = {LOST[name]: count for name, count in self.outcome.items() if count and name in LOST}
+        found = [f"{count:,} requests {became}" for became, count in lost.items()]
         found += [
             f"{name} is {self.metrics[name]:.3g}" if name in self.metrics else f"there is no {name}"
             for name in (goal.metric for goal in self.broken)

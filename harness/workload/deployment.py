@@ -220,8 +220,8 @@ class Deployment:
         """Whether `device`, which the simulation predicts, is the device that the engine runs on.
 
         Only then do seconds measured here say anything about it. `device=cpu`, the default, stands for the machine at
-        hand. Of any other name the first part must be a word of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3".
-        The memory must be equal where both name it, and a PCIe card must be called one.
+        hand. Of any other name the first part must be a word of the GPU's: `h100_sxm` is an "NVIDIA H100 80GB HBM3";
+        of an RTX all must. The memory must be equal where both name it, and a PCIe card must be called one.
         """
         name = self.device.name.lower()
         if name == EngineDevice.cpu.value:
@@ -232,7 +232,8 @@ class Deployment:
         sizes = [{word for word in some if re.fullmatch(r"\d+gb", word)} for some in (parts, words)]
         same_memory = sizes[0] == sizes[1] or not all(sizes)
         pcie = ("pcie" in words) == ("pcie" in parts)
-        return parts[0] in words and parts[0] != "nvidia" and same_memory and pcie
+        named = set(parts if parts[0] == "rtx" else parts[:1])
+        return named <= {*words} - {"nvidia"} and same_memory and pcie
 
     def front_end_s(self, prompt_tokens: IntArray) -> FloatArray:
         """Seconds that prompts of so many tokens spend in the server before the scheduler's queue."""
