@@ -243,7 +243,7 @@ def _replicas(case: LoadCase, answer: CapacityAnswer, changes: Changes, tell: Te
         return now, f"The {asked:.3g} requests/s simulated are too few for it."
     if answer.value.mean >= asked:
         return now, f"For the {asked:.3g} requests/s simulated {now * each} x {device.name} is enough."
-    first = ceil(asked / answer.value.mean) * now
+    first = ceil(asked * now / answer.value.mean)
     for count in range(first, first + _MOST_REPLICAS):
         tell(f"{count} replicas")
         try:
@@ -307,7 +307,7 @@ def _would_do(case: LoadCase, own: Trial, tell: Tell) -> str:
 
 def _devices(config: RunConfig, times: float) -> Iterator[tuple[str, Changes]]:
     """Larger devices, and more of this one, as changes; also as many replicas as figures are `times` their bounds."""
-    device = config.device
+    device, many = config.device, config.device.tensor_parallel * config.device.data_parallel
     if times > 1:
         count = ceil(times) * device.data_parallel
         what = f"{count * device.tensor_parallel} x {device.name} ({count} replicas)"
@@ -315,11 +315,12 @@ def _devices(config: RunConfig, times: float) -> Iterator[tuple[str, Changes]]:
     for count in _PARALLEL:
         if count > device.tensor_parallel:
             changes = {"device.tensor_parallel": count}
-            yield f"{count} x {device.name} (device.tensor_parallel={count})", changes
+            yield f"{count * device.data_parallel} x {device.name} (device.tensor_parallel={count})", changes
     for name in _DEVICES:
         if name != device.name:
             found = preset("device", name).items()
-            yield name, {f"device.{key}": value for key, value in found if key != "memory_utilization"}
+            what = name if many == 1 else f"{many} x {name}"
+            yield what, {f"device.{key}": value for key, value in found if key != "memory_utilization"}
 
 
 # -- flags -------------------------------------------------------------------------------------------------
@@ -497,6 +498,7 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
         held = profile.hit_ratio(pool.num_blocks)
         curve = ", ".join(f"{percent(profile.hit_ratio(one * pool.num_blocks))} at {one:g}" for one in _POOLS)
         one_by_one = "least recently used, requests one after the other"
+        one_by_one += ", all to one replica" if case.config.device.data_parallel > 1 else ""
         advice.floor += (
             f"; {one_by_one}: {percent(held)} in a pool of this size, and by multiples of it {curve}"
         )

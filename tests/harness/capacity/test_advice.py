@@ -4,6 +4,7 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,9 +12,19 @@ import yaml
 from tiers import cases
 
 from engine.core.options import Eviction, GroupPages
-from harness.capacity import highest_rate
-from harness.capacity.advice import Advice, advise, best_rule, effects, rate_text, reuse, tier_line
-from harness.capacity.case import LoadCase
+from harness.capacity import CapacityAnswer, estimate, highest_rate
+from harness.capacity.advice import (
+    Advice,
+    _devices,
+    _replicas,
+    advise,
+    best_rule,
+    effects,
+    rate_text,
+    reuse,
+    tier_line,
+)
+from harness.capacity.case import LoadCase, Trial
 from harness.capacity.flags import HUB_IDS, flags_of
 from harness.capacity.slo import parse_slo
 from harness.cli.main import main
@@ -256,6 +267,35 @@ def test_more_replicas_are_advised_where_one_does_not_hold_the_rate_of_the_trace
     assert advice.config is not None
     assert advice.config.device.data_parallel > 1
     assert any("replicas), which was tried." in text for text in advice.answers)
+
+
+def test_replicas_beside_four_are_counted_one_by_one() -> None:
+    """Four that hold 100 of 105 requests a second: eight were advised, the next multiple of four."""
+    device = SimpleNamespace(name="h100", tensor_parallel=1, data_parallel=4)
+    case = SimpleNamespace(
+        rate=105.0,
+        config=SimpleNamespace(device=device),
+        run=lambda changes, rate: Trial(rate, changes, 0, {}, {}, None, ()),
+    )
+    answer = CapacityAnswer("", "requests/s", estimate([100.0]))
+    count, said = _replicas(case, answer, {}, lambda _: None)  # type: ignore[arg-type]
+    assert (count, "5 x h100 (5 replicas), which was tried" in said) == (5, True)
+
+
+def test_devices_that_would_do_are_named_with_their_number() -> None:
+    """Eight H200 in two replicas were called h200."""
+    words = ("measure=false", "device=h100", "device.tensor_parallel=4", "device.data_parallel=2")
+    config = compose_config(axis.settings[0] for axis in parse_overrides(words))
+    named = [name for name, _ in _devices(config, 1.0)]
+    assert named == ["16 x h100 (device.tensor_parallel=8)", "8 x h200", "8 x b200"]
+
+
+def test_the_hits_of_one_pool_are_said_to_be_of_one_replica(tmp_path: Path) -> None:
+    file = write(tmp_path, 800, 400, 60, 60, 0.05)
+    for words, said in (((), False), (("device.data_parallel=2",), True)):
+        advice = Advice()
+        reuse(case_of(file, *words), advice)
+        assert ("requests one after the other, all to one replica" in advice.floor) is said
 
 
 def test_an_slo_that_no_rate_meets_says_which_slo_and_which_device_would_do(tmp_path: Path) -> None:
