@@ -172,7 +172,7 @@ def _settings(case: "LoadCase", overrides: Sequence[str], flags: argparse.Namesp
     return [
         ("command", " ".join(words)),
         ("model", config.model.name),
-        ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
+        ("device", f"{config.device.tensor_parallel * config.device.data_parallel} x {config.device.name}"),
         ("cost model", f"{source.kind}: {source.name}"),
         ("not priced", str(source.provenance.get("not priced") or "nothing known")),
         ("pool", f"{pool.num_blocks:,} blocks of {pool.block_size} ({pool.policy})"),

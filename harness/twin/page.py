@@ -53,7 +53,7 @@ def facts(twin: Twin) -> list[tuple[str, str]]:
     rows = [
         ("engine", " ".join(filter(None, (settings.engine, settings.version)))),
         ("model", f"{config.model.name} ({settings.model or 'named by the user'})"),
-        ("device", f"{config.device.tensor_parallel} x {config.device.name}"),
+        ("device", f"{config.device.tensor_parallel * config.device.data_parallel} x {config.device.name}"),
         ("pool", f"{pool.num_blocks:,} blocks of {pool.block_size}, {source}"),
     ]
     return rows + [

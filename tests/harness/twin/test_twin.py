@@ -442,6 +442,13 @@ def test_the_page_does_not_claim_the_logs_pool_where_the_user_set_one(twin: Twin
     assert shown["pool"] == "4,000 blocks of 16, as the user set it"
 
 
+def test_the_page_counts_the_devices_of_all_replicas(twin: Twin) -> None:
+    words = ("device=rtx_pro_6000", "device.tensor_parallel=2", "device.data_parallel=2")
+    found = configured(twin.log, words)
+    shown = dict(facts(replace(twin, configured=found, config=found.config)))
+    assert shown["device"] == "4 x rtx_pro_6000"
+
+
 def test_the_page_says_which_setting_of_the_log_was_not_simulated(twin: Twin) -> None:
     found = configured(twin.log, ("device=rtx_pro_6000", "scheduler.max_running=7"))
     shown = dict(facts(replace(twin, configured=found, config=found.config)))
