@@ -319,5 +319,7 @@ class TestInstalled:
             assert cost.price(decode(rows, slots)).seconds == pytest.approx(expected, rel=0.03)
 
     def test_the_record_names_the_provenance_of_each_operator(self, chosen: RunConfig) -> None:
-        found = cost_model(deployment_of(chosen)).source.provenance["operators"]
+        said = cost_model(deployment_of(chosen)).source.provenance
+        found = said["operators"]
         assert {"silicon", "empirical"} <= {kind for step in found.values() for kind in step.values()}
+        assert "prefixes that rows share: each row reads them" in said["not priced"]
