@@ -41,10 +41,8 @@ def draw(trials: Sequence[Trial], case: LoadCase, answer: CapacityAnswer, axis: 
 def _panel(
     panel: "Axes", placed: Sequence[tuple[float, Trial]], goal: Goal, answer: CapacityAnswer, axis: str
 ) -> None:
-    metric = METRICS[goal.metric]
-    found = sorted(
-        (at, trial.metrics[goal.metric], trial.met) for at, trial in placed if goal.metric in trial.metrics
-    )
+    name, metric = goal.metric, METRICS[goal.metric]
+    found = sorted((at, one.metrics[name], one.met) for at, one in placed if name in one.metrics)
     for kept, colour, label in ((True, PALETTE[2], "SLO met"), (False, PALETTE[3], "SLO broken")):
         chosen = [(x, y) for x, y, met in found if met is kept]
         if chosen:
