@@ -368,9 +368,9 @@ def _simulate_replicas(point: Point, cost: CostModel, fast_forward: bool) -> Run
     made = [point.observed_scheduler(env, rule) for rule in rules]
     lockstep = point.deployment.shape.experts is not None
     fast_forward = fast_forward and not lockstep and not goes_singly(point.deployment)
-    arrivals, lives = point.arrivals(point.requests()), [dict[int, Request]() for _ in made]
+    schedulers, lives = [scheduler for scheduler, _ in made], [dict[int, Request]() for _ in made]
     executors = [simulated_executor(point, cost, live, fast_forward=fast_forward) for live in lives]
-    schedulers, folds = [scheduler for scheduler, _ in made], [new_log(point) for _ in made]
+    arrivals, folds = point.arrivals(point.requests()), [new_log(point) for _ in made]
     recorders = [Recorder(fold) for fold in folds]
     kept = [[each for each in memory if isinstance(each, TierUse | Wastes)] for _, memory in made]
     lanes = Balancer(arrivals, schedulers).lanes
