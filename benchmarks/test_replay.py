@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.compiled.numba_edge import MachineCode
 from harness.config.compose import compose_config
 from harness.point.cost import cost_model
 from harness.replay.folds import Prediction
@@ -98,4 +99,14 @@ def test_core(benchmark: Any, requests: int, family: str) -> None:
 def test_compiled(benchmark: Any, requests: int, family: str) -> None:
     """In machine code."""
     pytest.importorskip("numba")
+    replayed(benchmark, family, requests, "always")
+
+
+@pytest.mark.parametrize("family", ["shared", "async", "priority", "groups of Gemma 3"])
+def test_arrays_in_python(
+    benchmark: Any, requests: int, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `test_compiled` times, as Python runs it: what a policy over arrays would cost without a compiler."""
+    pytest.importorskip("numba")
+    monkeypatch.setattr(MachineCode, "__call__", lambda code, state, number: code._function(state, number))
     replayed(benchmark, family, requests, "always")
