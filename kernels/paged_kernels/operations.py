@@ -49,17 +49,17 @@ def run_triton(
     num_splits: int | None,
     workspace: Workspace | None,
     parts: "PartsOfStep | None" = None,
-    prefill_kernel: str = "auto",
+    prefill_kernel: str | None = "auto",
 ) -> None:
     """Run the batch in one launch. A decode may need one before that lists the parts of its rows (unless `parts` has
-    the list), and one after it that combines them. `prefill_kernel` is one of `backends.PREFILL_KERNELS`.
+    the list), and one after it that combines them. `prefill_kernel` is one of `backends.PREFILL_KERNELS`; with None
+    row i of q is the one query of sequence i, which the host cannot see in bounds that are on the device.
     """
-    single = batch.max_seqlen_q == 1 and len(batch.q) == len(batch.seq_lens)
-    if single or (prefill_kernel == "auto" and batch.max_seqlen_q <= SHORT_QUERIES):
+    if prefill_kernel is None or (prefill_kernel == "auto" and batch.max_seqlen_q <= SHORT_QUERIES):
         from paged_kernels.triton.decode import Queries
         from paged_kernels.triton.decode import run_decode as run_decode_kernel
 
-        queries = None if single else Queries(batch.cu_seqlens_q, batch.max_seqlen_q)
+        queries = Queries(batch.cu_seqlens_q, batch.max_seqlen_q) if prefill_kernel else None
         run_decode_kernel(
             *batch[:5], scoring, out, lse, num_splits, queries=queries, workspace=workspace, parts=parts
         )
@@ -229,9 +229,9 @@ def paged_attention_prefill(
     the device, which waits for it; during graph capture None takes the rows of q, which bound every sequence. Rows of q
     that no sequence owns are undefined. Returns, fills, checks and raises as `paged_attention_decode`.
 
-    On the Triton backend the decode kernel computes sequences of up to 64 queries, unless `prefill_kernel` is "plain".
-    `prefill_kernel="hopper"` takes the Triton backend's kernel for H100 and H200. No GPU has run it yet, so its results
-    and its speed are not known; it refuses other devices, and what it does not serve, by name.
+    On the Triton backend the decode kernel computes sequences of up to 64 queries, unless `prefill_kernel` names
+    another: "plain", or "hopper", the one for H100 and H200. No GPU has run that yet, so its results and its speed are
+    not known; it refuses other devices, and what it does not serve, by name.
     """
     widest = max_seqlen_q or _most_queries(q, cu_seqlens_q)
     batch = PagedBatch(q, key_cache, value_cache, block_table, seq_lens, cu_seqlens_q, widest)
@@ -251,7 +251,7 @@ def _dispatch(
     workspace: Workspace | None,
     backend: str,
     num_splits: int | None,
-    prefill_kernel: str = "auto",
+    prefill_kernel: str | None = None,
     *,
     validate: bool,
 ) -> torch.Tensor:
@@ -263,7 +263,7 @@ def _dispatch(
     if lse is not None:
         demand = demand._replace(options=(*demand.options, "LSE"))
     chosen = choose_backend(backend, q.device, demand).backend
-    check_prefill_kernel(prefill_kernel, chosen, q, batch.key_cache, batch.value_cache, scoring)
+    check_prefill_kernel(prefill_kernel or "auto", chosen, q, batch.key_cache, batch.value_cache, scoring)
     if not len(batch.seq_lens):
         return out
     if chosen == "triton":

@@ -65,7 +65,7 @@ class Paged(Everywhere):
 
             splits = splits_of(case) if case.decode else None
             arguments = (batch, case.scoring, out, None, splits, workspace, PartsOfStep())
-            return returning(out, partial(run_triton, *arguments))
+            return returning(out, partial(run_triton, *arguments, None if case.decode else "auto"))
         return returning(out, prepare_torch(batch, case.scoring, out, None, workspace))
 
 

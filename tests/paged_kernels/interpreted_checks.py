@@ -245,6 +245,20 @@ def test_queries_of_no_row_stay_as_they_are():
     assert (out[8:] == 7.0).all()
 
 
+@pytest.mark.parametrize("kernel", ["auto", "plain"])
+def test_a_query_of_the_second_row_is_not_taken_for_one_of_the_first(monkeypatch, kernel):
+    """As many rows of q as sequences are no decode: the first sequence may have none, and a row may be nobody's."""
+    if kernel == "plain":  # named, it computes single queries too
+        monkeypatch.setattr("paged_kernels.triton.decode.run_decode", None)
+    case = build_case(spec_of((40, 30), (0, 1)))
+    q = torch.cat([case.q, case.q])
+    out = torch.full_like(q, 7.0)
+    inputs = (q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    paged_attention_prefill(*inputs, **options_of(case), out=out, backend="triton", prefill_kernel=kernel)
+    assert relative_error(out[:1], exact_attention(case)[0]) < TOLERANCE[FP32]
+    assert (out[1:] == 7.0).all()
+
+
 LATENT = [
     (widths, heads, [(1, 1), (5, 2), (33, 1)][(place + other) % 3])
     for place, widths in enumerate(LATENT_WIDTHS)

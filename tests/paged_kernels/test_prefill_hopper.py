@@ -27,6 +27,7 @@ from paged_kernels import BackendUnavailableError, OptionError, Scoring, paged_a
 from paged_kernels.arguments import PagedBatch
 from paged_kernels.backends import check_prefill_kernel, no_hopper
 from paged_kernels.case import build_case, exact_attention, relative_error
+from paged_kernels.operations import run_triton
 from paged_kernels.providers import HopperPrefill
 from paged_kernels.triton.configurations import kernel_configurations
 from paged_kernels.triton.prefill_hopper import run_hopper_prefill
@@ -260,6 +261,17 @@ def prefill_on_cpu(kernel):
     case = case_of((40,), (20,))
     inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
     paged_attention_prefill(*inputs, scale=0.1, prefill_kernel=kernel)
+
+
+def test_the_kernel_that_was_named_computes_single_queries_too(monkeypatch):
+    replay = loaded(FILE).run_hopper_prefill
+    monkeypatch.setattr("paged_kernels.triton.prefill_hopper.run_hopper_prefill", replay)
+    monkeypatch.setattr("paged_kernels.triton.decode.run_decode", None)
+    case = case_of((150, 40), (1, 1))
+    inputs = (case.q, case.key_cache, case.value_cache, case.block_table, case.seq_lens, case.cu_seqlens_q)
+    out = torch.full_like(case.q, float("nan"))
+    run_triton(PagedBatch(*inputs, 1), case.scoring, out, None, None, None, prefill_kernel="hopper")
+    assert relative_error(out, exact_attention(case)[0]) < TIGHT[BF16]
 
 
 def test_other_architectures_are_refused_by_name(monkeypatch):
