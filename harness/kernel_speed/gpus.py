@@ -33,7 +33,6 @@ class Latencies:
 
     memory: int
     l2: int
-    l1: int
     shared: int
     matrix: int
     warp_group: int
@@ -45,9 +44,9 @@ class Latencies:
     operands: int = 12  # until an instruction with a scoreboard has read its operands
 
 
-AMPERE = Latencies(memory=552, l2=246, l1=33, shared=29, matrix=8, warp_group=0)
-AMPERE_GRAPHICS = Latencies(memory=625, l2=274, l1=34, shared=30, matrix=16, warp_group=0)
-HOPPER = Latencies(memory=688, l2=280, l1=32, shared=29, matrix=8, warp_group=2048)
+AMPERE = Latencies(memory=552, l2=246, shared=29, matrix=8, warp_group=0)
+AMPERE_GRAPHICS = Latencies(memory=625, l2=274, shared=30, matrix=16, warp_group=0)
+HOPPER = Latencies(memory=688, l2=280, shared=29, matrix=8, warp_group=2048)
 LATENCIES = {80: AMPERE, 90: HOPPER, 100: HOPPER} | dict.fromkeys((86, 89, 120), AMPERE_GRAPHICS)
 
 

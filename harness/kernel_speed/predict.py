@@ -468,7 +468,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class LaunchTime:
-    """Seconds of a launch, and what limits it: `bytes`, `latency` (of one warp) or `pipes`."""
+    """Seconds of a launch, and what limits the waves of most of it: `bytes`, `latency` (of one warp) or `pipes`."""
 
     seconds: float
     limit: str
@@ -496,7 +496,7 @@ def predict(
     seats = each * gpu.multiprocessors
     full, rest = divmod(items, seats)
     one = kernel.replay
-    cycles, limit = 0.0, "bytes"
+    spent = {"bytes": 0.0, "latency": 0.0, "pipes": 0.0}  # cycles of waves by what limits them
     for count, programs in ((full, seats), (1 if rest else 0, rest)):
         if not count:
             continue
@@ -504,9 +504,10 @@ def predict(
         reading = programs * tiles * kernel.tile_bytes / gpu.bytes_per_cycle
         pipe = kernel.pipe(busiest)
         working = one.prologue + tiles * max(one.loop, pipe) + one.epilogue
-        if working > reading:
-            limit = "pipes" if pipe > one.loop else "latency"
-        cycles += count * (reading**4 + working**4) ** 0.25
-    cycles += one.prologue if limit == "bytes" else 0.0  # nothing is read before the first address is known
-    cycles += 2.0 * partial_bytes / gpu.bytes_per_cycle
+        limit = "bytes" if working <= reading else "pipes" if pipe > one.loop else "latency"
+        spent[limit] += count * (reading**4 + working**4) ** 0.25
+    cycles = sum(spent.values()) + 2.0 * partial_bytes / gpu.bytes_per_cycle
+    # nothing is read before the first address is known
+    cycles += 0.0 if spent["latency"] or spent["pipes"] else one.prologue
+    limit = max(spent, key=lambda name: spent[name])
     return LaunchTime(launches * LAUNCH_S + cycles / gpu.clock, limit, full + bool(rest))

@@ -41,6 +41,13 @@ def test_a_slow_loop_is_limited_by_latency_and_gains_nothing_from_a_faster_memor
     assert twice.seconds == pytest.approx(once.seconds, rel=0.05)
 
 
+def test_the_limit_is_that_of_most_of_the_time_not_of_the_last_wave() -> None:
+    """Full waves are limited by bytes; a wave of one program waits for its warp."""
+    seats = KERNEL.seats(90) * H200.multiprocessors
+    assert predict(KERNEL, H200, items=1, tiles=64).limit == "latency"
+    assert predict(KERNEL, H200, items=8 * seats + 1, tiles=64).limit == "bytes"
+
+
 def test_issue_slots_limit_a_loop_with_many_instructions() -> None:
     busy = replace(KERNEL, replay=replace(WARP, pipe=4000.0))
     assert predict(busy, H200, 8192, 64).limit == "pipes"
