@@ -19,7 +19,7 @@ from typing import TypedDict, Unpack
 from traces.arrivals import TICKS, ArrivalProcess, spread_ticks
 from traces.catalogue import licence_of
 from traces.errors import ParameterError, TraceError
-from traces.formats.conversations import AgenticSource, ServingSimSource, ShareGptSource
+from traces.formats.conversations import AgenticSource, ServingSimSource, ShareGptSource, conversation_files
 from traces.formats.files import SourceFile, open_source
 from traces.formats.hash_ids import TRACE_FILE, BailianSource, MooncakeSource, RagPulseSource
 from traces.formats.kv_events import KvEventSource, is_events
@@ -301,7 +301,7 @@ def _folder_format(folder: Path) -> str:
         return "ragpulse"
     if has_clients(folder):
         return "servegen"
-    first = next(iter(sorted(folder.glob("*.json"))), None)
+    first = next(iter(conversation_files(folder)), None)
     if first is not None and line_format(open_source(first).first_line) == "agentic":
         return "agentic"
     reason = "a folder without conversation files, ServeGen clients or a RAGPulse trace; name a file"
@@ -310,7 +310,7 @@ def _folder_format(folder: Path) -> str:
 
 def may_be_trace(folder: Path) -> bool:
     """Whether a folder has files of a trace, by their names: nothing is opened, and nothing far below is looked at."""
-    return (folder / TRACE_FILE).is_file() or any(folder.glob("*.json")) or has_clients(folder)
+    return (folder / TRACE_FILE).is_file() or bool(conversation_files(folder)) or has_clients(folder)
 
 
 def _is_parquet(place: Path) -> bool:

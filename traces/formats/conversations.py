@@ -88,9 +88,10 @@ class _Timeline:
     base: int  # added to ids, so that ids of different files differ
     highest: int
     first_id: int
+    chain: ChainCheck
     rows: list[TraceRow] = field(default_factory=list)
     noted: dict[str, int] = field(default_factory=dict)
-    chain: ChainCheck = field(default_factory=lambda: ChainCheck(place="request"))
+    agents: set[str] = field(default_factory=set)
     launcher: int | None = None  # the last turn of the conversation itself
     launcher_end_us: int | None = None
     waits: tuple[int, ...] = ()
@@ -123,7 +124,11 @@ class _Timeline:
             start_us = max(0, start_us - count(entry, "duration_ms") * 1000)
         elif is_awaited:
             raise RowError("duration_ms", "required when completed")
-        name = f"{self.name}/{entry.get('agent_id', place)}"
+        name = f"{self.name}/{entry.get('agent_id') or place}"
+        if name in self.agents:
+            note(self.noted, "agent_id of an earlier nested entry: its place added")
+            name = f"{name}/{place}"
+        self.agents.add(name)
         last_us = 0
         for index, request in enumerate(_entries(entry)):
             if request.get("type") == "subagent":
@@ -167,7 +172,7 @@ class _Timeline:
         if len(ids) != whole:
             reason = f"floor({prompt}/{self.block}) = {whole} expected, found {len(ids)}"
             raise RowError("hash_ids", reason)
-        self.chain.check_row(ids, len(self.rows))
+        self.chain.check_row(ids, self.first_id + len(self.rows))
         segments = BlockSegments(np.array(ids, np.uint64) + np.uint64(self.base), self.block, prompt)
         arrival_us = start_us + microseconds(entry, "t", self.noted)
         # Recorded times are whole seconds, so a request could seem earlier than those that it waits for.
@@ -179,9 +184,12 @@ class _Timeline:
         return arrival_us
 
 
-def read_conversation(document: str, file_number: int, files: int, first_id: int) -> Conversation:
-    """Read the text of one of `files` files. Its first request gets `first_id`. RowError names the path in it."""
-    record = read_object(document)
+def read_conversation(said: str, number: int, files: int, first_id: int, shared: ChainCheck) -> Conversation:
+    """Read the text of one of `files` files. Its first request gets `first_id`. RowError names the path in it.
+
+    Ids of all files are chained in `shared` where they are global.
+    """
+    record = read_object(said)
     require_keys(record, _KEYS)
     name, block = text(record, "id"), record["block_size"]
     if type(block) is not int or not 1 <= block <= 2**20:
@@ -190,9 +198,9 @@ def read_conversation(document: str, file_number: int, files: int, first_id: int
     if scope not in _SCOPES:
         raise RowError("hash_id_scope", f"local or global expected, found {str(scope)[:40]}")
     is_local = scope == "local"
-    base = (file_number if is_local else files) << _LOCAL_BITS  # global ids stand behind all that are local
+    base = (number if is_local else files) << _LOCAL_BITS  # global ids stand behind all that are local
     highest = 2**_LOCAL_BITS - 1 if is_local else 2**63 - 1
-    line = _Timeline(name, block, base, highest, first_id)
+    line = _Timeline(name, block, base, highest, first_id, ChainCheck("request") if is_local else shared)
     entries = _entries(record)
     last_us = 0
     for index, entry in enumerate(entries):
@@ -231,7 +239,8 @@ class AgenticSource(RowSource):
     takes_arrivals = True
 
     def __init__(self, path: Path, starts: ArrivalProcess | None, seed: int) -> None:
-        paths = conversation_files(path)
+        if not (paths := conversation_files(path)):
+            raise TraceError(str(path), None, None, "no conversation files (*.json) in this folder")
         self.files = [open_source(file) for file in paths]
         sums = "".join(f"{file.sha256}  {Path(file.path).name}\n" for file in self.files)
         common = hashlib.sha256(sums.encode()).hexdigest()
@@ -249,9 +258,10 @@ class AgenticSource(RowSource):
 
     def rows(self, counts: RowCounts, sort: bool) -> Numbered:
         """Requests, conversation by conversation. A malformed conversation is refused, or skipped, as a whole."""
+        shared, files = ChainCheck("request"), len(self.files)
         for number, (file, start_us) in enumerate(zip(self.files, self._starts, strict=True)):
             try:
-                conversation = read_conversation(read_document(file), number, len(self.files), counts.read)
+                conversation = read_conversation(read_document(file), number, files, counts.read, shared)
                 for name in (conversation.name, conversation.digest):
                     if name in self._loaded:
                         raise RowError("id", f"{conversation.name} already loaded from {self._loaded[name]}")
@@ -274,18 +284,15 @@ class AgenticSource(RowSource):
         if conversation.inputs in self._inputs:
             note(self.noted, "conversation repeats the inputs of another")
         self._inputs.add(conversation.inputs)
-        if conversation.name != file.stem:
+        if conversation.name != file.name.removesuffix(".gz").removesuffix(".json"):
             note(self.noted, "id is not the file's name")
 
 
 def conversation_files(path: Path) -> list[Path]:
-    """The file itself, or the JSON files of a folder, sorted by name. Raises TraceError if there are none."""
+    """The file itself, or the JSON files of a folder, packed or not, sorted by name."""
     if not path.is_dir():
         return [path]
-    found = sorted(path.glob("*.json"))
-    if not found:
-        raise TraceError(str(path), None, None, "no conversation files (*.json) in this folder")
-    return found
+    return sorted([*path.glob("*.json"), *path.glob("*.json.gz")])
 
 
 _ASKS, _ANSWERS = ("human", "user"), ("gpt", "chatgpt", "assistant", "bard", "bing")

@@ -1,5 +1,6 @@
 """What the other formats' rows mean: units, sharing, turns and links, each shown on the smallest file that has it."""
 
+import gzip
 import json
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from trace_samples import (
 from traces.analysis.reuse import shared_prefix_tokens
 from traces.arrivals import ArrivalProcess
 from traces.errors import TraceError
-from traces.reading import detect_format, read_trace, stream_trace
+from traces.reading import detect_format, may_be_trace, read_trace, stream_trace
 from traces.trace import Segment, Trace
 
 CLOCK = ArrivalProcess("even", 2.0)
@@ -183,6 +184,38 @@ def test_a_turn_without_output_hands_what_it_waited_for_to_the_next(read) -> Non
 def test_a_repaired_time_is_noted_once(read) -> None:
     content = CONTENTS["agentic"].replace('"t": 3.0', '"t": 3.0000000000000004')
     assert read("agentic", content).header.noted["binary float noise rounded"] == 1
+
+
+def test_nested_agents_of_one_id_are_sessions_of_their_own(read) -> None:
+    record = json.loads(CONTENTS["agentic"])
+    record.pop("totals")
+    record["requests"].insert(2, record["requests"][1])
+    trace = read("agentic", json.dumps(record))
+    names = [row.session for row in trace.requests if row.turn == 1]
+    assert names == ["trace_1", "trace_1/agent_1", "trace_1/agent_1/requests[2]"]
+    assert trace.header.noted["agent_id of an earlier nested entry: its place added"] == 1
+
+
+def test_global_ids_are_chained_over_all_files_of_a_folder(tmp_path: Path) -> None:
+    record = json.loads(CONTENTS["agentic"]) | {"hash_id_scope": "global"}
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    record["requests"][0]["hash_ids"] = [2, 1]
+    (tmp_path / "b.json").write_text(json.dumps({**record, "id": "b"}))
+    with pytest.raises(TraceError, match=r"id 2 at position 0, was at 1 at request 0: ids are not chained"):
+        read_trace(tmp_path)
+
+
+def test_a_folder_may_hold_packed_conversations(tmp_path: Path) -> None:
+    (tmp_path / "plain.json").write_text(CONTENTS["agentic"])
+    plain = read_trace(tmp_path)
+    (tmp_path / "plain.json").unlink()
+    with gzip.open(tmp_path / "trace_1.json.gz", "wt") as file:
+        file.write(CONTENTS["agentic"])
+    assert may_be_trace(tmp_path)
+    packed = read_trace(tmp_path)
+    assert packed.requests == plain.requests
+    assert "id is not the file's name" in plain.header.noted
+    assert "id is not the file's name" not in packed.header.noted
 
 
 @pytest.mark.parametrize("scope", ["local", "global"])
