@@ -2,7 +2,7 @@
 
 A message has the topic, its number (8 bytes, the largest first) and the batch in msgpack. The rules are those of vLLM's
 `ZmqEventPublisher` (vllm/distributed/kv_events.py), but for its replay address: who misses messages sees it by their
-numbers.
+numbers. vLLM 0.33 also says the kind of the group's layers and their window, which a subscriber may miss.
 """
 
 import time
@@ -39,10 +39,8 @@ class KvEventPublisher:
             (self._socket.bind if binds else self._socket.connect)(endpoint)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            reason = (
-                f"--kv-events: '{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
-            )
-            raise UserError(reason) from error
+            reason = f"'{endpoint}' cannot be used: {error}; an address like tcp://*:5557 expected"
+            raise UserError(f"--kv-events: {reason}") from error
 
     def observe(self) -> None:
         """Publish what has changed since the last call. It never waits."""

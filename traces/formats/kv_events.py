@@ -30,6 +30,7 @@ DEVICE = "GPU"  # vLLM's word for the medium of blocks that are not offloaded
 JOINED_S = 1.0  # an event continues the prompt that ends with its parent if that grew so long ago at most
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 _MOST_S = 1e11  # a wall clock in milliseconds or nanoseconds has more, and NaN is not less
+_WHOLE = ("full_attention", "mla_attention", "sink_full_attention")  # kinds that keep every token
 _NEEDED = "KV events need msgpack, which is not installed; pip install msgpack"
 
 
@@ -49,6 +50,7 @@ class BlockStored:
     extra_keys: Sequence[Sequence[object] | None] | None = None
     medium: str | None = DEVICE
     group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None  # of the group, in vLLM's words; not written
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class EventBatch(NamedTuple):
 _FIELDS: dict[str, tuple[str, ...]] = {
     "BlockStored": (
         *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"),
-        *("extra_keys", "group_idx"),
+        *("extra_keys", "group_idx", "kv_cache_spec_kind"),
     ),
     "BlockRemoved": ("block_hashes", "medium", "group_idx"),
     "AllBlocksCleared": (),
@@ -161,7 +163,8 @@ def _event(value: object, place: str) -> KvEvent:
         reason = f"bytes, a number or nothing expected, found {kind(parent)}"
         raise RowError(f"{place}.parent_block_hash", reason)
     lora, extra = fields.get("lora_name"), fields.get("extra_keys")
-    return BlockStored(hashes, parent, tokens, size, lora, extra, medium, group)
+    more = (lora, extra, medium, group, fields.get("kv_cache_spec_kind"))
+    return BlockStored(hashes, parent, tokens, size, *more)
 
 
 def _fields(value: object, place: str) -> Mapping[str, Any]:
@@ -216,7 +219,8 @@ class KvEventSource(RowSource):
     A prompt is the chain of blocks from its first to its last one, and one more token, which no event shows. An event
     continues a prompt if its parent is the last block of that prompt, and if that was stored `JOINED_S` ago at most: so
     chunks and generated tokens stay with their request, and a later turn is a request of its own. Events show neither
-    requests that found all their blocks, nor lengths of outputs: each has one output token.
+    requests that found all their blocks, nor lengths of outputs: each has one output token. Of several groups of layers
+    one is read: the first that keeps every token, since windows and states keep a part of a prompt's blocks.
     """
 
     format = "kv_events"
@@ -229,6 +233,7 @@ class KvEventSource(RowSource):
             raise TraceError(str(path), None, None, f"cannot be read: {error.strerror}") from error
         super().__init__(path.name, sha256)
         self.path = path
+        self._group: int | None = None
         self.assumed = [
             "KV events show neither outputs nor requests that found all their blocks: one output token each, "
             "and prompts of whole blocks and one token"
@@ -257,8 +262,10 @@ class KvEventSource(RowSource):
         prompts: list[_Prompt] = []
         for batch in read_batches(self.path):
             for event in batch.events:
-                if not isinstance(event, BlockStored) or not event.block_hashes or not self._counts(event):
+                if not isinstance(event, BlockStored) or not event.block_hashes:
                     note(self.noted, f"events that store no block here: {type(event).__name__}")
+                    continue
+                if not self._counts(event):
                     continue
                 parent, rank = event.parent_block_hash, batch.data_parallel_rank
                 parents.update(zip(event.block_hashes, [parent, *event.block_hashes], strict=False))
@@ -274,9 +281,13 @@ class KvEventSource(RowSource):
         return prompts
 
     def _counts(self, event: BlockStored) -> bool:
-        """Whether the event is about blocks on the device, of the first group of layers. Raises TraceError."""
-        if event.medium not in (None, DEVICE) or event.group_idx not in (None, 0):
-            return False  # whose blocks may have another size
+        """Whether the event is about blocks on the device, of the group that is read. Raises TraceError."""
+        medium, group, layers = event.medium or DEVICE, event.group_idx or 0, event.kv_cache_spec_kind
+        if self._group is None and (layers in _WHOLE or not (layers or group)):
+            self._group = group
+        if medium != DEVICE or group != self._group:  # whose blocks may have another size
+            note(self.noted, f"events left out: {medium}, group {group} of layers ({layers or 'unnamed'})")
+            return False
         if self.source_block_tokens not in (None, event.block_size):
             sizes = f"{self.source_block_tokens} and of {event.block_size}"
             raise TraceError(str(self.path), None, "block_size", f"blocks of {sizes} tokens in one file")

@@ -1,6 +1,7 @@
 """KV cache events: the messages of vLLM in all their forms, and a file of them as a trace of blocks."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def test_a_batch_is_read_back_as_it_was_written() -> None:
 def test_a_message_of_vllm_is_read() -> None:
     batch = decode(msgpack.packb(VLLM_26))
     assert batch.data_parallel_rank == 0
-    assert batch.events == [
-        BlockStored([15760518052499183552], None, list(range(16)), 16, None, [None], "GPU", 0)
-    ]
+    expected = BlockStored([15760518052499183552], None, list(range(16)), 16, None, [None], "GPU", 0)
+    assert batch.events == [replace(expected, kv_cache_spec_kind="full_attention")]
 
 
 def test_a_batch_in_the_form_of_a_map_is_read() -> None:
@@ -188,6 +188,26 @@ def test_blocks_of_another_size_in_other_groups_are_left_out(tmp_path: Path) -> 
     )
     trace = read_trace(write(tmp_path / "one.events", other, stored(1.0, [b"a" * 8, b"b" * 8])))
     assert [request.prompt_tokens for request in trace.requests] == [33]
+    assert trace.header.noted["events left out: GPU, group 1 of layers (unnamed)"] == 1
+    assert trace.header.noted["events left out: CPU, group 0 of layers (unnamed)"] == 1
+
+
+def test_the_group_that_keeps_every_token_is_read(tmp_path: Path) -> None:
+    """The first group of gpt-oss has windows, whose blocks are a part of each prompt; vLLM 0.33 names the kinds."""
+    window = {
+        "type": "BlockStored",
+        "block_hashes": [b"w" * 8],
+        "parent_block_hash": b"v" * 8,
+        "token_ids": [],
+    }
+    window |= {"block_size": 16, "group_idx": 0, "kv_cache_spec_kind": "sliding_window"}
+    whole = window | {"block_hashes": [b"a" * 8, b"b" * 8], "parent_block_hash": None}
+    whole |= {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    path = tmp_path / "two.events"
+    path.write_bytes(msgpack.packb([1.0, [window, whole]]))
+    trace = read_trace(path)
+    assert [request.prompt_tokens for request in trace.requests] == [33]
+    assert trace.header.noted["events left out: GPU, group 0 of layers (sliding_window)"] == 1
 
 
 def test_a_block_in_front_of_itself_is_refused(tmp_path: Path) -> None:
