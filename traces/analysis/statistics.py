@@ -158,10 +158,14 @@ def _cdf(values: Sequence[float]) -> Profile:
 
 
 def _arrival_rates(times_s: npt.NDArray[np.float64]) -> Profile:
-    """Requests per second over time, in at most 200 windows of a round number of seconds."""
+    """Requests per second over time, in at most 200 windows of a round number of seconds.
+
+    The last window is left out where the trace ends inside of it: its rate would be too low.
+    """
     span = float(times_s[-1] - times_s[0]) if times_s.size else 0.0
     window = next((s for s in (1, 2, 5, 10, 30, 60, 300, 900, 3600, 21_600) if span / s <= 200), 86_400)
     counts = np.bincount(((times_s - times_s[0]) // window).astype(np.int64)) if times_s.size else np.zeros(0)
+    counts = counts[: max(1, int(span // window))]
     return {
         "window_s": window,
         "start_s": (np.arange(len(counts)) * window).tolist(),
