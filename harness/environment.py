@@ -52,7 +52,7 @@ def check_installed(extra: str, packages: tuple[str, ...]) -> None:
     if found := missing(packages):
         raise UserError(
             f"the engine needs packages that {sys.executable} does not have ({', '.join(found)}): "
-            f"{install_hint(extra)}; measure=false predicts without the engine"
+            f"{install_hint(extra)}; a sweep with measure=false predicts without the engine"
         )
 
 
@@ -155,7 +155,7 @@ def check_memory(pool_bytes: int, engine: EngineConfig) -> None:
     Raises:
         ConfigError: it does not.
     """
-    advice = "Take fewer tokens, or measure=false to predict alone"
+    advice = "Take fewer tokens; a sweep with measure=false predicts alone"
     _check_fits(pool_bytes, engine, "cache.pool_tokens", "the pool takes", advice)
 
 
@@ -188,7 +188,7 @@ def check_engine(engine: EngineConfig) -> None:
         raise ConfigError(
             "engine.device",
             "cuda, but the NVIDIA driver shows no device on this machine; use engine.device=cpu (or auto), "
-            "or measure=false to predict alone",
+            "and a sweep with measure=false predicts alone",
         )
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if engine.backend is Backend.triton and engine_device(engine.device) == "cpu" and not interpreted:

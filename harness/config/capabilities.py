@@ -29,8 +29,8 @@ class Way(StrEnum):
     """A way to run a point that does not take everything; its value says in words what to do instead."""
 
     groups = "leave it out, or set cache.groups=off"
-    measured = "set measure=false to predict alone"
-    measured_groups = "set measure=false to predict alone, or cache.groups=off"
+    measured = "a sweep with measure=false predicts it alone"  # a server measures, and has no such setting
+    measured_groups = "a sweep with measure=false predicts it alone, or set cache.groups=off"
     replicas = "leave it out, or set device.data_parallel=1"
     client = "leave it out, or use decoding.sharing=copy_on_write"  # beams that a client sends as requests
     ahead = "leave it out, or set scheduler.async_frees_at_once=true"

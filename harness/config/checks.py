@@ -385,15 +385,15 @@ def _predicted_only(config: RunConfig) -> Iterator[ConfigError]:
     if not config.measure:
         return
     if model.weight_dtype is not WeightDtype.model:
-        reason = f"found {model.weight_dtype}, but the measured engine does not quantise weights; use measure=false"
-        yield ConfigError("model.weight_dtype", reason)
+        reason = "but the measured engine does not quantise weights; a sweep with measure=false predicts them"
+        yield ConfigError("model.weight_dtype", f"found {model.weight_dtype}, {reason}")
     stateful = model.family in STATE_FAMILIES
     for name in ("experts", "latent_rank", "chunked_windows", *(() if stateful else ("state_layers",))):
         if model.path is None and getattr(model, name):
             yield ConfigError(
                 f"model.{name}",
-                f"found {getattr(model, name)}, but the measured engine cannot build such a model from a shape; use "
-                "measure=false, or name a checkpoint (model.path)",
+                f"found {getattr(model, name)}, but the measured engine cannot build such a model from a shape: "
+                "name a checkpoint (model.path), or predict it by a sweep with measure=false",
             )
 
 

@@ -55,6 +55,16 @@ def test_a_setting_reaches_the_engine(override, found, wanted):
 
 
 @pytest.mark.parametrize(
+    "override", ["cache.tier_tokens=4096 cache.disk_tokens=8192", "model.weight_dtype=fp8"]
+)
+def test_what_is_predicted_alone_is_refused_without_a_setting_that_a_server_has_not(override):
+    """A server measures: `measure=false` is advice for a sweep."""
+    with pytest.raises(UserError, match="a sweep with measure=false predicts") as refused:
+        built(*override.split())
+    assert "set measure=false" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("override", "looked_up"),
     [
         ("cache.prefix_caching=true", 36),
