@@ -80,7 +80,9 @@ class TraceDecoding:
         if not self.recorded:
             sentence = f"widths of {found.total():,} requests replaced: every request has the configured one"
             return trace.changed(trace.requests, sentence)
-        parts = (f"{count:,} {_WORDS[each.mode].format(each.width)}" for each, count in found.items())
+        parts = [f"{count:,} {_WORDS[each.mode].format(each.width)}" for each, count in found.items()]
+        if fewer := sum((row.best_of or 0) > (row.n or 1) for row in trace.requests):
+            parts.append(f"of which {fewer:,} return n of best_of samples: all count as output tokens")
         return trace.changed(trace.requests, "widths as recorded: " + ", ".join(parts))
 
 

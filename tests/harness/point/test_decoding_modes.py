@@ -151,7 +151,9 @@ def test_widths_of_the_trace_reach_the_requests(wide: RunConfig) -> None:
         (2, Decoding.beam),
         (3, Decoding.sample),
     ]
-    assert "widths as recorded" in resolve(wide).trace.header.changes[-1]
+    said = resolve(wide).trace.header.changes[-1]
+    assert "widths as recorded" in said
+    assert "of which 1 return n of best_of samples: all count as output tokens" in said
 
 
 def test_widths_of_the_trace_can_be_replaced(wide: RunConfig) -> None:
