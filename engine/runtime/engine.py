@@ -242,7 +242,9 @@ class EngineCounters:
     preemptions: int = 0
     swaps: int = 0  # preemptions that saved the blocks in host memory, of finished requests
     copies: int = 0  # blocks copied
-    step_tokens: int = 0  # of the last step, prompt and generated ones
+    # of the last step, as vLLM counts: generated ones, and with the first of a request those of its prompt that were
+    # computed, in whichever steps
+    step_tokens: int = 0
     drafts: int = 0  # rows that verified drafts
     drafted_tokens: int = 0
     accepted_tokens: int = 0  # of the drafted ones
@@ -257,7 +259,7 @@ class EngineCounters:
         self.steps += 1
         self.preemptions += len(plan.preempted)
         self.copies += len(plan.copies)
-        self.step_tokens = sum(row.query_len for row in plan.rows)
+        self.step_tokens = 0
         drafting = [row.drafts for row in plan.rows if row.drafts]
         self.drafts += len(drafting)
         self.drafted_tokens += sum(drafting)
@@ -273,8 +275,10 @@ class EngineCounters:
     def note_tokens(self, metrics: RequestMetrics, sequences: int) -> None:
         """Count the tokens of a request, one per sequence; with the first ones its prompt counts as computed."""
         self.generation_tokens += sequences
+        self.step_tokens += sequences
         if not metrics.steps:
             self.prompt_tokens += metrics.prompt_tokens
+            self.step_tokens += metrics.prompt_tokens - metrics.cached_tokens
 
     def note_request(self, output: RequestOutput, stats: RequestStats, looked_up: bool) -> None:
         """Count a finished request; `looked_up`: its prompt was to be found in the prefix cache."""

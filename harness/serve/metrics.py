@@ -105,7 +105,7 @@ class ServerMetrics:
     def observe(self, outputs: list[RequestOutput]) -> None:
         """Add the outputs of one step to the histograms."""
         counters = self._engine.counters
-        if counters.steps != self._steps:
+        if counters.steps != self._steps and counters.step_tokens:  # vLLM counts no step without output
             self._steps = counters.steps
             self._step_tokens.observe(counters.step_tokens)
         for output in outputs:
