@@ -30,7 +30,7 @@ from engine.runtime.params import OutputKind as RequestOutputKind
 from engine.runtime.params import SamplingParams, is_whole
 from engine.runtime.requests import RequestOutput, bounded, encode_prompt, truncated
 from engine.runtime.structured import StructuredOutputsParams
-from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, load_tokenizer
+from engine.runtime.text import Tokenizer, chat_prompt, decode_ids, is_text, load_tokenizer
 
 __all__ = [
     "LLM", "BeamSearchParams", "RequestOutputKind", "SamplingParams", "StructuredOutputsParams",
@@ -196,6 +196,11 @@ class LLM:
             path = model.path
             check_backend(model, engine_options.backend, _device(device), engine_options.kv_dtype)
             model = load_model(model, device=_device(device))
+        else:  # what is loaded stays where it is
+            for name, asked in (("device", str(device)), ("dtype", _DTYPES.get(dtype, dtype))):
+                found = str(getattr(model, name)).removeprefix("torch.")
+                if asked not in ("auto", found, found.partition(":")[0]):
+                    raise EngineOptionError(f"{name}: {asked}, but the model is loaded: {found}")
         if tokenizer is None and path is not None and has_tokenizer(path) and not skip_tokenizer_init:
             tokenizer = path
         elif isinstance(tokenizer, str | Path):
@@ -274,10 +279,9 @@ class LLM:
         `tools` are given to the template. Raises TokenizerError if the template cannot write the messages, and what
         `generate` raises.
         """
-        if chat_template_content_format not in ("auto", "string"):
-            raise ParamsError(
-                "chat_template_content_format", "contents are texts: only auto and string are offered"
-            )
+        if chat_template_content_format not in ("auto", "string", "openai"):
+            reason = f"{chat_template_content_format!r} is not auto, string or openai"
+            raise ParamsError("chat_template_content_format", reason)
         prompts = [
             chat_prompt(
                 self.engine.tokenizer,
@@ -287,6 +291,7 @@ class LLM:
                 template_values=chat_template_kwargs,
                 chat_template=chat_template or self._template,
                 tools=tools,
+                content_format=chat_template_content_format,
             )
             for conversation in _conversations(messages)
         ]
@@ -476,9 +481,7 @@ def _draft_of(config: Mapping[str, Any], draft: Any) -> tuple[ModelSpec, int]:
         or config.keys() - known
         or not isinstance(model, str)
     ):
-        reason = (
-            "a draft model's checkpoint (model) and num_speculative_tokens are offered, and no other method"
-        )
+        reason = "a draft model's checkpoint (model) and num_speculative_tokens are offered, no other method"
         raise EngineOptionError(f"speculative_config: {dict(config)!r}: {reason}")
     if draft is not None or not is_whole(tokens):
         reason = "given beside draft" if draft is not None else f"num_speculative_tokens is {tokens!r}"
@@ -553,7 +556,7 @@ def has_tokenizer(path: str) -> bool:
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
-    """A single conversation becomes a list of one; parts of text become one text. Raises PromptError."""
+    """A single conversation becomes a list of one. Raises PromptError for what is none."""
     each: list[Any] = list(messages) if isinstance(messages, list | tuple) else []
     found: list[Any] = [each] if each and all(isinstance(one, Mapping) for one in each) else each
     for conversation in found or [None]:
@@ -566,14 +569,9 @@ def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
 
 def _message(message: Any) -> dict[str, Any]:
     content = message.get("content") if isinstance(message, Mapping) else None
-    if isinstance(content, list | tuple) and all(
-        isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        for part in content
-    ):
-        content = "\n".join(part["text"] for part in content)  # as vLLM
     calls = isinstance(message, Mapping) and message.get("tool_calls")
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"a message has the texts `role` and `content`, not {message!r}")
-    if not isinstance(content, str) and not (content is None and calls):
+    if not is_text(content) or (content is None and not calls):
         raise PromptError(f"the content of a message is a text, or parts of type text, not {content!r}")
-    return {**message, "content": content}
+    return dict(message)

@@ -19,11 +19,12 @@ from engine.runtime.structured import Constraint, StructuredOutputsParams
 log = logging.getLogger(__name__)
 EarlyStopping = bool | Literal["never"]
 MAX_LOGPROBS = 20
-MAX_STOPS = 16
+MAX_SEQUENCES = 16384  # as vLLM
 MAX_COUNT = 2**31 - 1  # of any count: larger numbers overflow in tensors
 MIN_TEMPERATURE = 0.01  # as vLLM, which takes it for lower ones
 MAX_REPETITION_PENALTY = 1e3
-MAX_BIAS = 100
+MAX_BIAS = 100  # that a client may ask for
+FINITE = 1e30  # a bias beyond it could be infinite beside the logits
 MAX_BAD_WORDS = 128
 MAX_LENGTH_PENALTY = 30.0  # length to this power does not overflow
 
@@ -163,7 +164,10 @@ class SamplingParams(metaclass=_TakesVllm):
 
     @classmethod
     def from_optional(cls, **given: Any) -> "SamplingParams":
-        """The parameters, with the default of each number that is given as None."""
+        """The parameters, with the default of each number that is given as None, and no bias beyond ±`MAX_BIAS`."""
+        if given.get("logit_bias"):  # as vLLM, which takes no more from a client
+            pairs = given["logit_bias"].items()
+            given["logit_bias"] = {int(token): min(max(bias, -MAX_BIAS), MAX_BIAS) for token, bias in pairs}
         return cls(**{name: one for name, one in given.items() if one is not None or name in _OPTIONAL})
 
     def clone(self) -> "SamplingParams":
@@ -177,9 +181,9 @@ class SamplingParams(metaclass=_TakesVllm):
 
     def _check_ranges(self) -> None:
         for name, low, high in (
-            ("n", 1, MAX_COUNT),
+            ("n", 1, MAX_SEQUENCES),
             ("beam_width", 1, MAX_COUNT),
-            ("temperature", 0, MAX_COUNT),
+            ("temperature", 0, 2),
             ("top_k", -1, MAX_COUNT),
             ("min_p", 0, 1),
             ("max_tokens", 1, MAX_COUNT),
@@ -201,13 +205,13 @@ class SamplingParams(metaclass=_TakesVllm):
             raise ParamsError("top_p", f"{self.top_p} is not above 0 and at most 1")
         if self.early_stopping not in (True, False, "never"):
             raise ParamsError("early_stopping", f"{self.early_stopping!r} is not True, False or 'never'")
-        if len(self.stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in self.stops):
-            raise ParamsError("stop", f"must be at most {MAX_STOPS} strings, none of them empty")
+        if not all(isinstance(stop, str) and stop for stop in self.stops):
+            raise ParamsError("stop", "must be strings, none of them empty")
 
     def _check_lists(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
-            if not is_whole(token) or not _is_number(bias) or not -MAX_BIAS <= bias <= MAX_BIAS:
-                what = f"a token id and a number from -{MAX_BIAS} to {MAX_BIAS}"
+            if not is_whole(token) or not _is_number(bias) or not abs(bias) <= FINITE:
+                what = f"a token id and a number from -{FINITE:g} to {FINITE:g}"
                 raise ParamsError("logit_bias", f"{token!r}: {bias!r} is not {what}")
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             empty = "is empty: no token could be chosen; leave it out to allow all"

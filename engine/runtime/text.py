@@ -60,75 +60,96 @@ def chat_prompt(
     *,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
-    template_values: Mapping[str, Any] | None = None,
-    chat_template: str | None = None,
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    **given: Any,
 ) -> list[int]:
     """Token ids of a conversation and of the opening of the answer. Raises TokenizerError.
 
-    `continue_final_message` lets the last message go on instead. `template_values` are variables of the chat template,
-    which is the tokenizer's own, or `chat_template`; `tools` are what it may say that the model can call.
+    `continue_final_message` lets the last message go on instead. `given` are other arguments of `templated`.
     """
     if tokenizer is None:
         raise TokenizerError("there is no tokenizer: only prompts of token ids are taken")
     if add_generation_prompt and continue_final_message:
         reason = "continue_final_message goes on with the last message: set add_generation_prompt to false"
         raise TokenizerError(reason)
-    _refuse_reserved(template_values)
     if isinstance(tokenizer, ByteTokenizer):
-        if template_values or chat_template or tools:
+        if given.get("template_values") or given.get("chat_template") or given.get("tools"):
             raise TokenizerError("chat_template_kwargs, chat_template, tools: the model has no template")
-        text = "".join(f"{message['role']}: {message['content']}\n" for message in messages)
+        text = "".join(f"{message['role']}: {joined(message.get('content'))}\n" for message in messages)
         text = text[:-1] if continue_final_message else text
         return tokenizer.encode(f"{text}assistant: " if add_generation_prompt else text)
-    if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
+    if given.get("chat_template") is None and getattr(tokenizer, "chat_template", None) is None:
         raise TokenizerError("the model's tokenizer has no chat template: give a prompt instead of messages")
+    given |= {"add_generation_prompt": add_generation_prompt, "return_dict": False}
+    given["continue_final_message"] = continue_final_message
+    return [int(token) for token in templated(tokenizer, messages, **given)]
+
+
+def templated(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    template_values: Mapping[str, Any] | None = None,
+    chat_template: str | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    content_format: str = "auto",
+    **asked: bool,
+) -> Any:
+    """What the chat template makes of messages: ids, or text with `tokenize=False`. Raises TokenizerError.
+
+    `template_values` are variables of the template, which is the tokenizer's own, or `chat_template`; `tools` are what
+    it may say that the model can call. It gets the content of each message as one text (`content_format` "string"), as
+    parts ("openai"), or as vLLM would hand it ("auto"). `asked` are flags of `apply_chat_template`.
+    """
+    if reserved := sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ())):
+        raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
+    more: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
+    parted = content_format == "openai" or (content_format == "auto" and _takes_parts(tokenizer, more))
+    form = _parts if parted else joined
+    written = [{**message, "content": form(message.get("content"))} for message in messages]
+    more |= {"tools": [*map(dict, tools)]} if tools else {}
     try:
-        ids = tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            return_dict=False,
-            **{} if chat_template is None else {"chat_template": chat_template},
-            **{} if tools is None else {"tools": [dict(tool) for tool in tools]},
-            **template_values or {},
-        )
+        return tokenizer.apply_chat_template(written, **asked, **more, **template_values or {})
     except Exception as error:
         raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
-    return [int(token) for token in ids]
+
+
+def _takes_parts(tokenizer: Any, more: Mapping[str, Any]) -> bool:
+    """Whether a chat template goes through the parts of a message: then vLLM hands it parts, and else one text.
+
+    vLLM looks for the loop in the template's syntax. Here the template shows the texts of two parts, and not how Python
+    writes a list.
+    """
+    asked = [{"role": "user", "content": [*_parts("one part"), *_parts("other part")]}]
+    try:
+        text = tokenizer.apply_chat_template(asked, tokenize=False, **more)
+    except Exception:  # it cannot write parts
+        return False
+    return "one part" in text and "other part" in text and "'text'" not in text
+
+
+Content = str | Sequence[Mapping[str, Any]] | None
+
+
+def joined(content: Content) -> str:
+    """The content of a message as one text: its parts as lines, as vLLM joins them."""
+    return content or "" if isinstance(content, str | None) else "\n".join(part["text"] for part in content)
+
+
+def _parts(content: Content) -> Sequence[Mapping[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content or ()
+
+
+def is_text(content: Any) -> bool:
+    """Whether the content of a message is a text, nothing, or parts of type text."""
+    parts = content if isinstance(content, list | tuple) else ()
+    mappings = all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts)
+    kinds = isinstance(content, str | list | tuple | None)
+    return kinds and mappings and all(isinstance(part.get("text"), str) for part in parts)
 
 
 def effort_values(effort: str | None) -> dict[str, Any]:
     """The variables of a chat template that vLLM makes of a request's `reasoning_effort`."""
     return {} if effort is None else {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-
-
-def chat_text(
-    tokenizer: Any,
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    tools: Sequence[Mapping[str, Any]] = (),
-    template_values: Mapping[str, Any] | None = None,
-) -> str:
-    """A conversation with its tools as text, and the opening of the answer. Raises TokenizerError."""
-    _refuse_reserved(template_values)
-    try:
-        text = tokenizer.apply_chat_template(
-            list(messages),
-            tools=list(tools) or None,
-            tokenize=False,
-            add_generation_prompt=True,
-            **template_values or {},
-        )
-    except Exception as error:
-        raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
-    return str(text)
-
-
-def _refuse_reserved(template_values: Mapping[str, Any] | None) -> None:
-    reserved = sorted(set(_TEMPLATE_RESERVED.split()) & set(template_values or ()))
-    if reserved:
-        raise TokenizerError(f"chat_template_kwargs: {', '.join(reserved)} cannot be set there")
 
 
 def encode_text(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.runtime.errors import ModelError, TokenizerError
-from engine.runtime.text import chat_text, effort_values, encode_text, load_tokenizer
+from engine.runtime.text import effort_values, encode_text, is_text, joined, load_tokenizer, templated
 from harness.capacity.advice import MOST_BLOCKS, percent
 from harness.capacity.case import FEWEST
 from harness.config.errors import UserError
@@ -128,7 +128,7 @@ def read_chat(path: Path, tokenizer: Any) -> ChatLog:
         found.sort(key=lambda one: one.at_s or 0.0)
     kept, prompts, left_out = [], [], Counter[str]()
     for one in found:
-        if any(not isinstance(message["content"], str | None) for message in one.messages):
+        if not all(is_text(message["content"]) for message in one.messages):
             left_out["with parts that are no text, whose tokens are not known"] += 1
             continue
         if one.other_prompt:
@@ -210,14 +210,10 @@ def _typed(value: Any, kind: type, name: str) -> Any:
 
 
 def _message(value: Any) -> Message:
-    """A message as templates expect it: its text in one piece, arguments of tool calls as objects (as vLLM does)."""
+    """A message as templates expect it: arguments of tool calls as objects (as vLLM does)."""
     message = dict(_typed(value, dict, "messages"))
     _typed(message.get("role"), str, "role")
-    parts = message.setdefault("content", None)
-    if isinstance(parts, list) and all(
-        isinstance(part, dict) and part.get("type") == "text" for part in parts
-    ):
-        message["content"] = "\n".join(_typed(part.get("text"), str, "text") for part in parts)
+    message.setdefault("content", None)
     for call in _typed(message.get("tool_calls") or [], list, "tool_calls"):
         function = _typed(call, dict, "tool_calls").get("function")
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
@@ -235,7 +231,8 @@ def _seconds(value: Any) -> float:
 
 
 def _text(tokenizer: Any, one: LoggedChat) -> str:
-    return chat_text(tokenizer, one.messages, tools=one.tools, template_values=one.template_values)
+    given: dict[str, Any] = {"tools": one.tools, "template_values": one.template_values}
+    return str(templated(tokenizer, one.messages, **given, tokenize=False, add_generation_prompt=True))
 
 
 # -- what breaks prefixes ----------------------------------------------------------------------------------
@@ -268,7 +265,7 @@ def _units(one: LoggedChat) -> Iterator[tuple[str, ...]]:
     yield (one.salt, *sorted(json.dumps(tool, sort_keys=True) for tool in one.tools))
     for message in one.messages:
         rest = {name: value for name, value in message.items() if name not in ("role", "content") and value}
-        said = message["content"] or "", json.dumps(rest, sort_keys=True)
+        said = joined(message["content"]), json.dumps(rest, sort_keys=True)
         yield message["role"], *(_CHANGING.sub("#", each) for each in said)
 
 
@@ -292,7 +289,7 @@ def _end(text: str, messages: Sequence[Message], count: int) -> int:
     """Where the first `count` messages end in the rendered text; of none: where the first begins."""
     end = 0
     for number, message in enumerate(messages[: max(1, count)]):
-        said = (message["content"] or "").strip()
+        said = joined(message["content"]).strip()
         if said and (place := text.find(said, end)) >= 0:  # a template may leave a message out
             end = place + len(said) if number < count else place
     return end

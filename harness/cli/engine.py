@@ -64,7 +64,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     )
     add("--generation-config", metavar="auto|vllm|FOLDER", default="auto",
         help="sampling parameters of requests that leave them out: auto, those of the checkpoint's "
-        "generation_config.json; vllm, neutral ones; or a folder with such a file")  # fmt: skip
+        "generation_config.json; vllm, neutral ones; or a folder's, whose max_new_tokens bounds all")  # fmt: skip
     add("--max-requests", type=int, default=1024, metavar="N",
         help="requests under way at once, more get 503; default: 1024")  # fmt: skip
     add("--api-key", metavar="KEY", action="append", default=[],
@@ -243,10 +243,7 @@ def _run_calibrate(arguments: Arguments) -> int:
     from harness.calibrate.store import calibration_path
 
     found = calibrate(
-        deployment,
-        _progress,
-        budget_s=budget_s,
-        grid=not (flags.no_grid or deployment.engine.on_vllm),
+        deployment, _progress, budget_s=budget_s, grid=not (flags.no_grid or deployment.engine.on_vllm)
     )
     _print_errors(found)
     say(f"kept in {calibration_path(deployment)}")

@@ -58,6 +58,8 @@ def serve(flags: argparse.Namespace, overrides: tuple[str, ...]) -> None:
         model=flags.model_name or served_name(config),
         root=config.model.path,
         defaults=defaults,
+        # as vLLM: what a checkpoint says is for chats that ask for no number, what a folder says holds for all
+        most_tokens=None if flags.generation_config in ("auto", "vllm") else defaults.get("max_tokens"),
         most_requests=flags.max_requests,
         api_keys=flags.api_key or [key for key in (os.environ.get("PAGETWIN_API_KEY"),) if key],
     ) as apart:

@@ -82,6 +82,7 @@ class Server:
     root: str | None = None
     # sampling parameters that requests may leave out
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    most_tokens: int | None = None  # of a sequence, whatever its request asks for
     under_way: int = 0
     longest_token: int = 0  # characters; 0: not known yet
 
@@ -139,6 +140,8 @@ class Server:
         if longest and most > longest:  # as in vLLM, which ends others where the sequence does
             raise _wrong("max_tokens", f"{most:,}; prompt and output together take {longest} at most")
         params = body.sampling_params(self.defaults)
+        if limit := self.most_tokens:
+            params = replace(params, max_tokens=min(params.max_tokens or limit, limit))
         is_chat, options = isinstance(body, ChatRequest), body.answer_options()
         envelope = answers.Envelope(self.model, is_chat, self.engine.facts.tokenizer, options)
         name, salt = f"http-{uuid.uuid4().hex}", body.cache_salt or ""
@@ -195,17 +198,18 @@ def build_app(
     model: str,
     root: str | None = None,
     defaults: Mapping[str, Any] = MappingProxyType({}),
+    most_tokens: int | None = None,
     most_requests: int = 1024,
     api_keys: Sequence[str] = (),
 ) -> FastAPI:
     """The application for an engine, which it starts, observes and stops.
 
     `root` is the directory of the checkpoint; without one the name of the model takes its place. `defaults` are
-    sampling parameters of requests that leave them out. With `api_keys` every address but those of health and metrics
-    asks for one of them.
+    sampling parameters of requests that leave them out; no sequence gets more than `most_tokens`. With `api_keys` every
+    address but those of health and metrics asks for one of them.
     """
     metrics = ServerMetrics(engine, model)
-    server = Server(engine, model, most_requests, int(time.time()), root, defaults)
+    server = Server(engine, model, most_requests, int(time.time()), root, defaults, most_tokens)
     tokenizer = engine.facts.tokenizer
 
     @asynccontextmanager
@@ -236,7 +240,7 @@ def build_app(
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        text = "".join(one.plain()["content"] for one in body.messages)
+        text = "".join(one.text for one in body.messages)
         server.check_length(text, body, "messages")
         ids = await engine.aside(partial(body.prompt_ids, tokenizer), len(text))
         return await server.answer(request, body, [ids])
@@ -288,7 +292,7 @@ def _add_words(app: FastAPI, server: Server) -> None:
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         server.check_model(body.model)
-        text = body.prompt or "".join(one.plain()["content"] for one in body.messages or ())
+        text = body.prompt or "".join(one.text for one in body.messages or ())
         server.check_length(text, body, "prompt" if body.messages is None else "messages")
         ids = await server.engine.aside(partial(body.token_ids, facts.tokenizer), len(text))
         answer = {"count": len(ids), "max_model_len": facts.limits.max_model_len, "tokens": ids}

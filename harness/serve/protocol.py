@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, Strict, model_validator
 from engine.runtime.errors import ParamsError
 from engine.runtime.params import MAX_COUNT, MAX_LOGPROBS, OutputKind, SamplingParams
 from engine.runtime.structured import StructuredOutputsParams
-from engine.runtime.text import chat_prompt, effort_values, encode_text
+from engine.runtime.text import chat_prompt, effort_values, encode_text, joined
 
 # fields of a number, a text or an object that this server has no use for
 _LEFT_OUT = (
@@ -34,6 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {  # fields with the values that ask for 
     "parallel_tool_calls": (None, True, False),  # says nothing without tools
 }
 MAX_DIGITS = 18  # of a token id in text
+MAX_STOPS = 4  # as vLLM
 MAX_SALT = 1024  # characters
 MAX_SHOWN = 80  # characters of a wrong value in a message
 _SAMPLING = [field.name for field in fields(SamplingParams)]
@@ -60,6 +61,7 @@ class AnswerOptions:
 
 
 TokenId = Annotated[int, Strict()]  # refuses true, which would count as 1
+Long = Annotated[int, Field(ge=-(2**63), lt=2**63)]  # what vLLM's transport takes
 
 
 class StreamOptions(BaseModel):
@@ -130,7 +132,7 @@ class _Sampling(BaseModel):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    seed: int | None = None
+    seed: Long | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] = Field(default_factory=list)
     include_stop_str_in_output: bool = False
@@ -139,7 +141,7 @@ class _Sampling(BaseModel):
     use_beam_search: bool = False  # `n` is then the number of beams
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
-    priority: int = 0
+    priority: Long = 0
     request_id: str | None = None  # of the answer, where the header X-Request-Id gives none
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -172,9 +174,11 @@ class _Sampling(BaseModel):
         return {key: value for key, value in values.items() if key not in dropped and value is not None}
 
     @model_validator(mode="after")
-    def _check_stream(self) -> "_Sampling":
+    def _check_together(self) -> "_Sampling":
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only with stream=true")
+        if isinstance(self.stop, list) and len(self.stop) > MAX_STOPS:
+            raise FieldError("stop", f"at most {MAX_STOPS} strings")
         if self.prompt_logprobs is not None and self.stream:
             raise FieldError("prompt_logprobs", "only without stream")
         return self
@@ -232,7 +236,7 @@ class _Sampling(BaseModel):
         }
         if self.use_beam_search:
             translated |= {"n": 1, "beam_width": self.n, "temperature": 0.0}
-        return SamplingParams(**alike | translated)
+        return SamplingParams.from_optional(**alike | translated)
 
 
 class CompletionRequest(_Sampling):
@@ -294,15 +298,13 @@ class Message(BaseModel):
     @classmethod
     def _leave_out_nothing(cls, values: Any) -> Any:
         """Drop what a client sends back of an answer that had none of it: a refusal, calls of tools."""
-        return (
-            {k: one for k, one in values.items() if one not in (None, [])} if type(values) is dict else values
-        )
+        pairs = values.items() if type(values) is dict else ()
+        return {key: one for key, one in pairs if one not in (None, [])} if pairs else values
 
-    def plain(self) -> dict[str, str]:
-        """The message in the form that chat templates take."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        return {"role": self.role, "content": text} | ({"name": self.name} if self.name else {})
+    @property
+    def text(self) -> str:
+        """All of its text."""
+        return joined(self.model_dump()["content"])
 
 
 class ChatRequest(_Sampling):
@@ -337,7 +339,7 @@ class ChatRequest(_Sampling):
         asked = "add_generation_prompt" in self.model_fields_set or not self.continue_final_message
         return chat_prompt(
             tokenizer,
-            [message.plain() for message in self.messages],
+            [message.model_dump(exclude_none=True) for message in self.messages],
             add_generation_prompt=self.add_generation_prompt and asked,
             continue_final_message=self.continue_final_message,
             template_values=effort | (self.chat_template_kwargs or {}),

@@ -134,6 +134,10 @@ assert second[:3] == first and len(second) == 5
     "from_optional": """
 params = SamplingParams.from_optional(temperature=None, top_p=0.9, max_tokens=None)
 assert (params.temperature, params.top_p, params.max_tokens) == (1.0, 0.9, None)
+params = SamplingParams.from_optional(logit_bias={"3": 500, 4: -1e9, 5: 7})
+assert params.logit_bias == {3: 100.0, 4: -100.0, 5: 7}
+assert SamplingParams(logit_bias={3: 500.0}).logit_bias == {3: 500.0}  # which no client gets
+assert SamplingParams(stop=["a"] * 17).stop == ["a"] * 17
 """,
     "penalties and bias": """
 ask = SamplingParams(temperature=0, max_tokens=4, repetition_penalty=1.2, presence_penalty=0.1, logit_bias={41: 100.0})
@@ -452,6 +456,16 @@ def test_a_bad_word_is_hidden_at_the_begin_of_a_text_too():
         (
             "llm.beam_search(['a'], BeamSearchParams(2, 4, temperature=0.5))",
             "temperature: 0.5: beam search takes no",
+        ),
+        ("LLM(llm.loaded, device='cuda')", "device: cuda, but the model is loaded: cpu"),
+        ("LLM(llm.loaded, dtype='half')", "dtype: float16, but the model is loaded: float32"),
+        (
+            "llm.chat([], chat_template_content_format='xml')",
+            "chat_template_content_format: 'xml' is not auto",
+        ),
+        (
+            "SamplingParams.from_optional(logit_bias={'3': float('nan')})",
+            "logit_bias: 3: nan is not a token id",
         ),
         (
             "llm.chat([{'role': 'user', 'content': [{'type': 'image_url'}]}])",

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import httpx
 import openai
@@ -234,7 +235,8 @@ def test_tokens_can_be_called_by_their_ids(address):
 
 
 def test_penalties_bias_and_lists_reach_the_engine(address, engine):
-    assert choice(address, logit_bias={"41": 100}, return_token_ids=True)["token_ids"] == [41] * 6
+    for bias in (100, 1e9):  # taken for 100, as vLLM
+        assert choice(address, logit_bias={"41": bias}, return_token_ids=True)["token_ids"] == [41] * 6
     allowed = [40, 41, 42]
     found = choice(address, allowed_token_ids=allowed, temperature=1, return_token_ids=True)["token_ids"]
     assert set(found) <= set(allowed)
@@ -348,7 +350,10 @@ def test_what_a_conversation_cannot_have_is_refused(address, path, asked):
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({"stop": ""}, "stop", "stop: must be at most 16 strings, none of them empty"),
+        ({"stop": ""}, "stop", "stop: must be strings, none of them empty"),
+        ({"stop": ["a"] * 5}, "stop", "stop: at most 4 strings"),
+        ({"seed": 2**63}, "seed", "seed: Input should be less than"),
+        ({"temperature": 2.5}, "temperature", "temperature: 2.5 is not between 0 and 2"),
         ({"best_of": 3}, "best_of", "best_of: this server knows only 1, found 3"),
         (
             {"structured_outputs": {"regex": "a", "choice": ["b"]}},
@@ -463,6 +468,37 @@ def test_metrics_know_the_phases_of_requests_and_the_tokens_of_steps(address, en
     assert found["iteration_tokens_total_count"] <= engine.counters.steps
     assert found["iteration_tokens_total_sum"] > 6
     assert found["spec_decode_num_draft_tokens_total"] == 0
+
+
+def test_a_step_counts_a_prompt_at_its_end_as_vllm(engine):
+    """A step of a chunk alone has no output, so vLLM counts none; what was found in the cache is not computed."""
+    from engine.runtime.engine import Engine
+    from engine.runtime.params import SamplingParams
+
+    limits = replace(engine.limits, max_batched_tokens=16)
+    alone = Engine(engine.loaded, replace(engine.options, limits=limits), tokenizer=engine.tokenizer)
+    for number, expected in enumerate(([0, 0, 41, 1], [9, 1])):
+        alone.add_request(
+            str(number), [*range(40)], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+        )
+        tokens = []
+        while alone.has_unfinished_requests:
+            alone.step()
+            tokens.append(alone.counters.step_tokens)
+        assert tokens == expected
+
+
+def test_what_a_folder_says_bounds_every_request(engine):
+    """vLLM's `--generation-config FOLDER`: its max_new_tokens is the most for completions and chats."""
+    messages = [{"role": "user", "content": "the cat"}]
+    with served(engine, defaults={"max_tokens": 5}, most_tokens=5) as address:
+        for path, asked in (
+            ("completions", {"prompt": "the cat"}),
+            ("chat/completions", {"messages": messages}),
+        ):
+            for more in ({}, {"max_tokens": 9}, {"max_tokens": 3}):
+                answer = post(address, f"/v1/{path}", **asked, **more, ignore_eos=True).json()
+                assert answer["usage"]["completion_tokens"] == min(5, more.get("max_tokens", 5))
 
 
 def test_a_key_is_asked_for_where_one_is_set():

@@ -143,7 +143,7 @@ def test_other_requests_of_the_batch_are_not_changed(model_of):
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"frequency_penalty": 3}, "frequency_penalty"),
         ({"presence_penalty": float("nan")}, "presence_penalty"),
-        ({"logit_bias": {3: 1000}}, "logit_bias"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
         ({"allowed_token_ids": []}, "allowed_token_ids"),
