@@ -55,7 +55,7 @@ def legend(device: str, providers: Sequence[str]) -> list[str]:
     """What the columns of the table mean, and which of them the engine runs on this device."""
     lines = [
         "µs, ±: our median time of a call and the spread of rounds. of copy, of read: share of the bandwidth that a "
-        "copy and a read of memory reach in this run. of matmul: share of the speed of a matrix product.",
+        "copy and a read of memory reach in this run. of matmul: share of the speed of a matrix product."
     ]
     others = [name for name in providers if name != OURS]
     if others:

@@ -18,10 +18,7 @@ def gather_kv(cache: torch.Tensor, block_table: torch.Tensor, length: int) -> to
 
 
 def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scoring: Scoring,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of the last `T` positions of one sequence: q `[T, heads, dk]`, k and v `[L, kv_heads, d]`.
 

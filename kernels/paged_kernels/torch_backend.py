@@ -269,11 +269,7 @@ def _attend(
 
 
 def _gather(
-    chunk: DecodeChunk,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    window: int,
-    workspace: Workspace,
+    chunk: DecodeChunk, key_cache: torch.Tensor, value_cache: torch.Tensor, window: int, workspace: Workspace
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather the chunk's blocks, and zero the slots that no query sees, because 0 x NaN is NaN."""
     key_cache, value_cache = storable(key_cache), storable(value_cache)

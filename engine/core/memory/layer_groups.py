@@ -22,12 +22,7 @@ class LayerGroups:
     """
 
     def __init__(
-        self,
-        pages: PoolPages,
-        caches: Sequence[PrefixCache],
-        *,
-        most_chunk: int,
-        window_hits: WindowHits,
+        self, pages: PoolPages, caches: Sequence[PrefixCache], *, most_chunk: int, window_hits: WindowHits
     ) -> None:
         if most_chunk < 1:
             raise CoreError(f"the largest chunk is {most_chunk} tokens, must be at least 1")

@@ -108,17 +108,14 @@ def draw_overview(study: Study, axes: Axes, *, narrow: bool = False) -> Picture:
     return draw(study, axes, layout, name=name, baselines=False)
 
 
-def draw(
-    study: Study, axes: Axes, layout: FacetLayout, *, name: str = "", like: PointRecord | None = None,
-    baselines: bool = True,
-) -> Picture:  # fmt: skip
-    """The metrics along `layout.x`; settings outside the layout are those of `like`, by default the middle point."""
+def draw(study: Study, axes: Axes, layout: FacetLayout, *, name: str = "", baselines: bool = True) -> Picture:
+    """The metrics along `layout.x`; settings outside the layout are those of the middle point."""
     key = layout.x
     name = name or "curve_" + key.replace(".", "_")
     main = [record for record in study.records if record.setting(key) is not None]
     policy = main_policy(main, key)
     main = [record for record in main if record.policy == policy]
-    like = like or reference(main, axes, "middle")
+    like = reference(main, axes, "middle")
     if like is None:
         return Missing(name, f"No point has a value of {label(key)}.")
     table = _series(alike(main, like, axes, free=layout.free), axes, layout)

@@ -256,10 +256,7 @@ def short(shape: AttentionShape, queries: int, features: Features = PLAIN) -> It
 
 
 def prefill(
-    shape: AttentionShape,
-    features: Features = PLAIN,
-    *,
-    capabilities: tuple[int, ...] = TUNED,
+    shape: AttentionShape, features: Features = PLAIN, *, capabilities: tuple[int, ...] = TUNED
 ) -> Iterator[KernelConfiguration]:
     """The prefill kernel for one shape: one configuration for all architectures that are launched alike."""
     for config, alike in _alike(lambda capability: prefill_config(shape, capability), capabilities):

@@ -108,10 +108,7 @@ def prefill_kernel(  # type: ignore[no-untyped-def]
 
 
 def run_prefill(
-    batch: PagedBatch,
-    scoring: Scoring,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
+    batch: PagedBatch, scoring: Scoring, out: torch.Tensor, lse: torch.Tensor | None = None
 ) -> None:
     """Attention of the rows `cu_seqlens_q[i] : cu_seqlens_q[i + 1]` of q `[tokens, heads, dk]` for every sequence i.
 
