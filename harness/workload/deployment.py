@@ -359,6 +359,9 @@ def draft_of(model: ModelConfig, path: str) -> ModelConfig:
     return replace(model, name=Path(path).name, path=path)
 
 
+_STRETCHED = ("llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")  # in the positions already
+
+
 def max_position(model: ModelConfig) -> int:
     """The longest sequence that the model takes, in tokens. Raises ConfigError where a checkpoint says none.
 
@@ -377,7 +380,8 @@ def max_position(model: ModelConfig) -> int:
     }
     if {"longrope", "su"} & kinds.keys():
         return facts.maybe("original_max_position_embeddings") or longest
-    factor = None if "gemma3" in facts.family else kinds.get("linear", kinds.get("dynamic"))
+    factors = [factor for kind, factor in kinds.items() if kind not in _STRETCHED and factor is not None]
+    factor = factors[-1] if factors and "gemma3" not in facts.family else None
     return int(longest * factor) if isinstance(factor, int | float) and 0 < factor < 1e6 else longest
 
 

@@ -1,6 +1,8 @@
 """What is read from a checkpoint's config.json for a prediction, and what is refused because it is not modelled."""
 
 import json
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from harness.workload import architecture
 from harness.workload.architecture import CheckpointFacts, checkpoint_shape, unknown_parts
 from harness.workload.deployment import deployment_of, max_position, model_shape, unmodelled
 
+PYTHON = os.environ.get("PAGETWIN_VLLM")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -524,21 +527,54 @@ def test_a_checkpoint_without_a_length_has_none_of_ours(tmp_path: Path) -> None:
     assert deployment_of(longer).pool.max_model_len == 131072
 
 
-LONG = {"type": "longrope", "short_factor": [1.0] * 64, "long_factor": [4.0] * 64}
+LONG = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LINEAR = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e4}
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 2048}
+LAYERS = {
+    "model_type": "olmo3",
+    "architectures": ["Olmo3ForCausalLM"],
+    "layer_types": ["full_attention", "sliding_attention"],
+}
 
 
-@pytest.mark.parametrize(
-    ("facts", "longest"),
-    [
-        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 16384),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 8192),  # which is in the positions already
-        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}}, 8192),
-        ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 4096),
-        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 8.0}}}, 65536),
-    ],
-)
+def by_layers(full: dict[str, Any], sliding: dict[str, Any]) -> dict[str, Any]:
+    return LAYERS | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+STRETCHED = [
+    ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 32768),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, 16384),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 8192),  # which is in the positions already
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, **LLAMA3}}, 8192),
+    ({"rope_scaling": LONG, "original_max_position_embeddings": 4096}, 4096),
+    ({"rope_parameters": {"rope_type": "proportional", "factor": 4.0, "rope_theta": 1e4}}, 32768),
+    (by_layers(LINEAR, PLAIN), 65536),
+    (by_layers(LINEAR, {**LINEAR, "factor": 2.0}), 16384),  # the last one's
+    (by_layers(PLAIN, {**LINEAR, "rope_type": "dynamic"}), 65536),
+]
+LONGEST = """
+import json, sys
+from vllm.config import ModelConfig
+asked = json.load(sys.stdin)
+print(json.dumps([ModelConfig(model=one, skip_tokenizer_init=True).max_model_len for one in asked]))
+"""
+
+
+def test_the_longest_sequences_are_those_that_vllm_finds(tmp_path: Path) -> None:
+    if PYTHON is None:
+        pytest.skip("PAGETWIN_VLLM=PATH/bin/python names an environment that has vLLM")
+    folders = [tmp_path / str(number) for number in range(len(STRETCHED))]
+    for folder, (facts, _) in zip(folders, STRETCHED, strict=True):
+        folder.mkdir()
+        whole = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | LLAMA | facts
+        (folder / "config.json").write_text(json.dumps(whole))
+    asked = json.dumps([*map(str, folders)])
+    done = subprocess.run([PYTHON, "-c", LONGEST], input=asked, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout.splitlines()[-1]) == [longest for _, longest in STRETCHED]
+
+
+@pytest.mark.parametrize(("facts", "longest"), STRETCHED)
 def test_the_longest_sequence_is_vllms_where_positions_are_stretched(
     tmp_path: Path, facts: dict[str, Any], longest: int
 ) -> None:
