@@ -364,5 +364,5 @@ def _is_list_of(values: object, fits: Callable[[object], bool]) -> bool:
 
 
 def _range(low: float, high: float, found: float) -> str:
-    """The range in words. The technical limit MAX_COUNT is named only if the value exceeds it."""
-    return f"{low} or more" if high == MAX_COUNT and not found > high else f"between {low} and {high}"
+    """The range in words. A technical limit is named only if the value exceeds it."""
+    return f"{low} or more" if high >= MAX_SEQUENCES and not found > high else f"between {low} and {high}"

@@ -219,7 +219,8 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer():
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"n": 0}, "n: 0 is not between 1 and 16384"),
+        ({"n": 0}, "n: 0 is not 1 or more"),
+        ({"n": 16385}, "n: 16385 is not between 1 and 16384"),
         ({"temperature": 1e300}, "temperature: 1e\\+300 is not between 0 and 2"),
         ({"temperature": float("nan")}, "temperature: nan"),
         ({"top_p": 0.0}, "top_p: 0.0"),
