@@ -263,7 +263,8 @@ def _dispatch(
     if lse is not None:
         demand = demand._replace(options=(*demand.options, "LSE"))
     chosen = choose_backend(backend, q.device, demand).backend
-    check_prefill_kernel(prefill_kernel or "auto", chosen, q, batch.key_cache, batch.value_cache, scoring)
+    named = "auto" if prefill_kernel is None else prefill_kernel
+    check_prefill_kernel(named, chosen, q, batch.key_cache, batch.value_cache, scoring)
     if not len(batch.seq_lens):
         return out
     if chosen == "triton":
