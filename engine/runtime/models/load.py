@@ -213,7 +213,7 @@ def _checkpoint(spec: ModelSpec, dtype: torch.dtype) -> Any:
         )
     modules = dict(model.named_modules())
     if left := sorted(key for key in info["unexpected_keys"] if _has_no_place(key, modules)):
-        reason = f"for {len(left)} weights of {spec.path}, for example {left[0]}: its config.json differs"
+        reason = f"for {len(left)} of the weights of {spec.path}, as {left[0]}: its config.json differs"
         raise ModelError(f"model {spec.name}: {model.config.model_type} has no place {reason}")
     return model
 
