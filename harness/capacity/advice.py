@@ -47,6 +47,7 @@ _MATTERS = 1.05
 _MOST_REPLICAS = 3  # tried above what the rate of one asks for
 _HIDDEN = 4  # a match unit hides reuse that is so many times what is found
 _WORTH_SAYING = 0.01
+_FEW = 100  # requests, whose mean length is not that of a trace
 MOST_BLOCKS = 500_000  # of which Belady's optimum is computed, in seconds
 _MOST_TRIED = 50_000  # with which every rule of eviction is tried, in seconds
 _FULL = 0.9  # of a limit, from which on it binds
@@ -201,10 +202,8 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
     if answer.band is not None:
         low, high = answer.band
         fitted = case.config.device.fitted_from is not None
-        leaves = (
-            "the log of the device's fit leaves open" if fitted else "the cost model assumes of the device"
-        )
-        text += f" ({low:.3g} to {high:.3g} by what {leaves})"
+        left = "the log of the device's fit leaves open" if fitted else "the cost model assumes of the device"
+        text += f" ({low:.3g} to {high:.3g} by what {left})"
     if own:
         text += f", {rate / own:.2g} times the {own:.3g} requests/s simulated"
     if case.served and case.served.workload.traffic.turns and answer.good is not None:
@@ -213,6 +212,8 @@ def rate_text(case: LoadCase, answer: CapacityAnswer) -> str:
         text += f"the end of {answer.good.outcome.get('finished', 0):,} requests, in which fewer are active)"
     if answer.good is not None and (hidden := case.hidden(answer.good)):
         text += f". {hidden}"
+    if len(case.trace.requests) < _FEW:
+        text += f". It rests on the lengths of {len(case.trace.requests)} requests alone: others may need another rate"
     return f"{text}."
 
 

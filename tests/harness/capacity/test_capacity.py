@@ -360,6 +360,16 @@ def test_the_busiest_window_serves_at_its_own_rate(monkeypatch: pytest.MonkeyPat
     assert found["request_throughput"] == pytest.approx(len(window) / found["span"])
 
 
+def test_a_rate_that_rests_on_the_lengths_of_few_requests_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of_a_load(25_000, 25_000, "ttft_p99<2")
+    found = highest_rate(case, 1, 0.2, lambda _: None)
+    assert "It rests on the lengths of 60 requests alone: others may need another rate" in rate_text(
+        case, found
+    )
+    monkeypatch.setattr("harness.capacity.advice._FEW", 60)
+    assert "lengths" not in rate_text(case, found)
+
+
 @pytest.mark.nightly
 def test_a_rate_that_rests_on_too_short_a_time_says_so() -> None:
     """More arrive at first than the server serves, and fewer later: sent once, no number grows."""
