@@ -131,8 +131,7 @@ class EngineThread:
         try:
             while self._take_commands():
                 outputs = self._engine.step()
-                items = [(self._number_of(output), output) for output in outputs]
-                self._hand_on([*items])
+                self._hand_on([(self._number_of(output), output) for output in outputs])
                 self._observe()
         except Exception as error:
             ended = error

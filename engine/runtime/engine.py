@@ -477,8 +477,7 @@ class Engine:
         state = self._states.get(request_id)
         if state is None:
             return False
-        stats = self.scheduler.abort(state.number)
-        self._pending.append(self._close(state, stats, "abort"))
+        self._pending.append(self._close(state, self.scheduler.abort(state.number), "abort"))
         self._note_load()
         return True
 

@@ -179,11 +179,11 @@ class StateView(PageView):
 
     def written(self, pages: torch.Tensor) -> set[int]:
         """How many of `pages` hold a whole state: of each part of each layer."""
-        counts = set()
+        counts: set[int] = set()
         for layer in self.layers:
             held = self._held(layer, pages)
-            for part in self.read(layer, pages).values():
-                counts.add(int((torch.isfinite(part.flatten(1)).all(1) & held).sum()))
+            parts = self.read(layer, pages).values()
+            counts.update(int((torch.isfinite(part.flatten(1)).all(1) & held).sum()) for part in parts)
         return counts
 
     def _held(self, layer: int, pages: torch.Tensor) -> torch.Tensor:

@@ -155,8 +155,7 @@ class Grammars:
         try:
             from llguidance import LLMatcher, grammar_from
         except ModuleNotFoundError as error:
-            needs = "needs the package llguidance: pip install llguidance"
-            raise ParamsError(_FIELD, needs) from error
+            raise ParamsError(_FIELD, "needs the package llguidance: pip install llguidance") from error
         self._words = words = self._words or self._read_tokenizer()
         kind, text = wanted.source()
         try:

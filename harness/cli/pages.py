@@ -120,8 +120,7 @@ def _run_claims(arguments: Arguments) -> int:
             say(f"{'':16} {claim.right} {claim.why}".rstrip())
     say()
     say(tally(judged))
-    command = shlex.join(["python", "-m", "harness", "claims", *flags.claim])
-    say(str(write_claims(judged, out, command)))
+    say(str(write_claims(judged, out, shlex.join(["python", "-m", "harness", "claims", *flags.claim]))))
     broken = [one for one in judged if not one.holds]
     for one in broken:
         say(f"{one.claim.id} does not hold: {'; '.join(one.faults)}")

@@ -139,6 +139,9 @@ def _simulation(words: Sequence[str], command: str, sizes: bool = False) -> "Run
     from harness.config.compose import OF_MEMORY, normalise
     from harness.sweep.plan import idle_words, one_configuration
 
+    if unread := [word for word in words if word.startswith(("out=", "report."))]:
+        folder = "its folder is --out DIR" if command.startswith("capacity") else "it writes no folder"
+        raise UserError(f"{', '.join(unread)}: not read by {command.split()[0]}; {folder}")
     asked = one_configuration(("measure=false", *words), command)
     config = checked(normalise(asked))
     heard = [f"device.{name}" for name in OF_MEMORY.split()] if sizes else []

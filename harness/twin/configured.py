@@ -232,10 +232,9 @@ def _crowded(log: EngineLog, config: RunConfig) -> str:
 
 
 def _own(settings: EngineSettings, chosen: set[str]) -> list[str]:
-    words = list(settings.overrides())
-    words.append(f"device.tensor_parallel={settings.tensor_parallel or 1}")
-    words.append(f"device.data_parallel={settings.data_parallel or 1}")
-    if settings.expert_parallel and (settings.tensor_parallel or 1) * (settings.data_parallel or 1) > 1:
+    tensor, data = settings.tensor_parallel or 1, settings.data_parallel or 1
+    words = [*settings.overrides(), f"device.tensor_parallel={tensor}", f"device.data_parallel={data}"]
+    if settings.expert_parallel and tensor * data > 1:
         words.append("device.expert_parallel=true")
     if settings.quantization in _WEIGHTS:
         words.append(f"model.weight_dtype={_WEIGHTS[settings.quantization]}")

@@ -68,9 +68,8 @@ class Scheduler:
         self._step = 0
         self._submitted = 0
         self.rests = 0  # how often no step was under way
-        self._decodes = self._decoded = (
-            True  # whether steady groups run in this step, and in the one before it
-        )
+        self._alone: list[tuple[int, int]] = []  # the last that were preempted although they ran alone
+        self._decodes = self._decoded = True  # whether steady groups run in this step, and in the one before
         self._under_way = False  # what the last step chose is not known when the next one is scheduled
         self._open: int | None = None  # the step that is scheduled and not yet committed
         self._rows = RowScheduler(manager, limits)
@@ -254,8 +253,11 @@ class Scheduler:
         stats.preemptions += 1
         step.appended.pop(victim, None)
         self._batch.remove(victim)
-        if not len(self._batch) and stats.preemptions > 99:
-            raise CoreError(f"request {victim.request.request_id} has no room although it runs alone")
+        if not len(self._batch):
+            alone = victim.request.request_id, victim.generated
+            self._alone = [one for one in self._alone if one == alone] + [alone]
+            if len(self._alone) > 99:  # none of these gave it a token more
+                raise CoreError(f"request {victim.request.request_id} has no room although it runs alone")
         # A group without generated tokens is cheaper to compute again. One with a draft child is not swapped either.
         swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
         if swaps and victim.generated and victim.draft is None and self.manager.can_swap_out(victim):

@@ -433,6 +433,12 @@ def test_memory_beside_a_pool_does_nothing_unless_a_pool_is_searched(
     assert "without effect" not in said["pool"]
 
 
+@pytest.mark.parametrize("word", ["out=somewhere", "report.title=mine"])
+def test_a_key_of_a_runs_folder_is_refused_by_a_search_which_has_its_own(word: str) -> None:
+    with pytest.raises(UserError, match=f"{word}: not read by capacity; its folder is --out DIR"):
+        _capacity_config(["model=llama31_8b", "device=h100", word], "rate")
+
+
 def test_the_smallest_pool_meets_and_one_block_less_does_not() -> None:
     config = single_server()
     config.scheduler.max_running, config.workload.request_rate = 16, 2.0

@@ -242,6 +242,22 @@ def test_a_memory_that_never_has_room_for_what_it_accepts_is_an_error_and_no_end
         run()
 
 
+def test_preemptions_that_others_caused_do_not_end_a_run_in_which_a_request_is_once_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheduler = model_of(budget=16).scheduler
+    scheduler.submit(Request(7, 40, 4))
+    scheduler.commit(scheduler.schedule(), StepResult())
+    stats = scheduler.stats[7]
+    stats.preemptions = 500
+    with monkeypatch.context() as full:
+        full.setattr(PagedManager, "can_extend", lambda *asked: False)
+        scheduler.commit(scheduler.schedule(), StepResult())
+    while scheduler.has_work:
+        scheduler.commit(scheduler.schedule(), StepResult())
+    assert stats.preemptions == 501
+
+
 def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
     manager = PagedManager(10, 4)
     model = SlotModel(Scheduler(manager, SchedulerLimits(64, 8, watermark=0.3)))
