@@ -103,9 +103,9 @@ class BlockNames(NamedTuple):
             distinct += int(most.sum())
         found = np.hstack(runs)
         _, first, counts = found[:, np.argsort(found[0], kind="stable")]
-        ends = np.cumsum(counts)
-        names = np.arange(counts.sum()) + np.repeat(first - ends + counts, counts)
-        return cls(np.concatenate([[0], np.cumsum(stop // block_size)]), names.astype(np.int32))
+        names = np.repeat((first - np.cumsum(counts) + counts).astype(np.int32), counts)
+        names += np.arange(len(names), dtype=np.int32)
+        return cls(np.concatenate([[0], np.cumsum(stop // block_size)]), names)
 
 
 class RequestInputs(NamedTuple):
