@@ -49,7 +49,7 @@ NO_AMX = "no-amx"  # of a group's name
 OURS = "pagetwin"
 MODES = {"eager": True, "compiled": False}  # of vLLM: enforce_eager
 _OWN = ("PYTHONPATH", "OMP_WAIT_POLICY")  # ours; every engine chooses its own
-_STEP_TOKENS, _MODEL_LEN = 2048, 33_792  # of both engines
+_STEP_TOKENS, _MODEL_LEN = 2048, 33_792  # of both engines, as far as a model has them
 _BLOCK_SIZE, _POOL_TOKENS = 16, 40_960  # of ours
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")  # of /proc/cpuinfo, each above the one before
 _NO_AMX = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "MKL_ENABLE_INSTRUCTIONS": "AVX512"}
@@ -299,7 +299,7 @@ def _run_group(
         "block_size": _BLOCK_SIZE,
         "pool_tokens": _POOL_TOKENS,
         "step_tokens": _STEP_TOKENS,
-        "model_len": _MODEL_LEN,
+        "model_len": model_len(shape),
     }
     spent: dict[str, dict[str, list[list[float]]]] = {load: {} for load in loads}
     equal = {load: dict.fromkeys(modes, 0) for load in loads}
@@ -307,7 +307,7 @@ def _run_group(
     with ExitStack() as stack:
         engines = {
             engine: stack.enter_context(started(interpreter, {**own, **common}))
-            for engine, (interpreter, own) in _engines(python).items()
+            for engine, (interpreter, own) in _engines(python, model_len(shape)).items()
             if engine in (OURS, *modes)
         }
         for number, load in product(range(-1, rounds), loads):
@@ -336,9 +336,14 @@ def _run_group(
     }
 
 
-def _engines(python: str) -> dict[str, tuple[str, dict[str, Any]]]:
+def model_len(shape: Shape) -> int:
+    """The longest sequence that both engines serve: vLLM refuses more than the model has."""
+    return min(_MODEL_LEN, int(shape.config["max_position_embeddings"]))
+
+
+def _engines(python: str, longest: int) -> dict[str, tuple[str, dict[str, Any]]]:
     """Interpreter and own settings of every engine of a group, ours first."""
-    same = {"max_model_len": _MODEL_LEN, "max_running": 64, "max_batched_tokens": _STEP_TOKENS}
+    same = {"max_model_len": longest, "max_running": 64, "max_batched_tokens": _STEP_TOKENS}
     options = {VLLM_NAMES[name]: value for name, value in same.items()} | {"kv_cache_memory_bytes": 1 << 30}
     peers = {
         mode: (python, {"engine": "vllm", "options": {**options, "enforce_eager": eager}})

@@ -85,8 +85,8 @@ def without_ours(tmp_path, monkeypatch):
     """The made-up engine in the place of ours too: what is tested here is the order of things, not our engine."""
     real = matrix._engines
 
-    def engines(python):
-        found = real(python)
+    def engines(python, longest):
+        found = real(python, longest)
         return found | {matrix.OURS: found["eager"]}
 
     monkeypatch.setattr(matrix, "_engines", engines)
@@ -150,6 +150,15 @@ def test_figures_of_other_rounds_are_not_mixed(peer, without_ours, tmp_path, cap
     main(_words(python, out))
     assert main([*_words(python, out)[:-1], "3"]) == 2
     assert "was taken with another rounds: 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shape", matrix.SHAPES.values(), ids=matrix.SHAPES.keys())
+def test_no_engine_is_asked_for_longer_sequences_than_its_model_has_and_all_loads_fit(shape):
+    _, (_, vllm), _ = matrix._engines("python", matrix.model_len(shape)).values()
+    longest = vllm["options"]["max_model_len"]
+    assert longest <= shape.config["max_position_embeddings"]
+    for load in shape.loads.values():
+        assert load.shared + load.prompt[1] + load.output[1] <= longest
 
 
 def test_an_interpreter_without_vllm_is_refused(tmp_path, capsys):
