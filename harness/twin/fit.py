@@ -188,7 +188,7 @@ def fit_device(
     if regression is not None:
         device = replace(device, ttft_spread=_of_quarters(after, log, chosen))
     choosing, rest = parts_of_others(chosen, count)
-    kept = not errors_of(after, log, choosing).worst > max(1.0, errors_of(before, log, choosing).worst)
+    kept = not errors_of(after, log, choosing).size > max(1.0, errors_of(before, log, choosing).size)
     if not kept:
         device, after = config.device, whole(config.device)
     return Fit(

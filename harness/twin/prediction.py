@@ -184,13 +184,12 @@ class Errors:
     tpot_p99: float = nan
 
     @property
-    def worst(self) -> float:
-        """The largest of medians and means in units of the goals of an open loop: 2 % of TPOT, 3 % of TTFT."""
-        shares = (
-            *(abs(error) / 0.02 for error in (self.tpot_p50, self.tpot_mean)),
-            *(abs(error) / 0.03 for error in (self.ttft_p50, self.ttft_mean)),
-        )
-        return max((share for share in shares if isfinite(share)), default=nan)
+    def size(self) -> float:
+        """Root mean square of medians and means in units of the goals of an open loop: 2 % of TPOT, 3 % of TTFT."""
+        tpot = (error / 0.02 for error in (self.tpot_p50, self.tpot_mean))
+        ttft = (error / 0.03 for error in (self.ttft_p50, self.ttft_mean))
+        shares = [share for share in (*tpot, *ttft) if isfinite(share)]
+        return float(np.sqrt(np.mean(np.square(shares)))) if shares else nan
 
     def __str__(self) -> str:
         """The signed errors of the medians, the means and the 99th percentiles."""

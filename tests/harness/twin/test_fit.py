@@ -1,5 +1,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
+from math import nan
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +30,15 @@ from harness.twin.fit import (
     write_device,
 )
 from harness.twin.log import EngineLog, LoggedRequests
-from harness.twin.prediction import PredictedRun, compared, errors_by_part, errors_of, others, predictor
+from harness.twin.prediction import (
+    Errors,
+    PredictedRun,
+    compared,
+    errors_by_part,
+    errors_of,
+    others,
+    predictor,
+)
 from harness.twin.residuals import CONSTANTS, FRONT_END_CONSTANTS, TURN_CONSTANT, constants_of_log
 from harness.twin.settings import EngineSettings
 from harness.twin.what_ifs import WhatIf, measured_figures, what_ifs, with_draws
@@ -105,6 +114,13 @@ def test_a_fit_predicts_the_requests_of_a_planted_device_that_it_has_not_seen(fi
     assert abs(unseen.tpot_p50) < 0.01
     assert abs(unseen.ttft_p50) < 0.04
     assert fit.held_out == errors_of(fit.prediction, planted(TRUE), fit.others)
+
+
+def test_errors_are_weighed_by_all_their_medians_and_means_and_not_by_the_largest_alone() -> None:
+    described = Errors(35, 0.218, nan, -0.111, nan, ttft_mean=0.136, tpot_mean=-0.111)
+    fitted = Errors(35, 0.227, nan, -0.006, nan, ttft_mean=0.134, tpot_mean=-0.006)
+    assert fitted.size < described.size
+    assert Errors(1, 0.03, nan, nan, nan, ttft_mean=-0.03).size == pytest.approx(1)
 
 
 @pytest.mark.nightly
