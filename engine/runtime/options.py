@@ -268,16 +268,16 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for n
 _WITHOUT_EFFECT = {
     name
     for names in (
-        "async_scheduling attention_backend attention_config compilation_config disable_cascade_attn",
-        "disable_custom_all_reduce disable_log_requests disable_log_stats distributed_executor_backend",
-        "guided_decoding_backend max_cpu_loras max_lora_rank max_loras max_parallel_loading_workers model_impl",
-        "offload_num_in_group offload_prefetch_step optimization_level served_model_name use_tqdm_on_load",
-        "structured_outputs_config",
+        "async_scheduling disable_log_requests max_parallel_loading_workers optimization_level use_tqdm_on_load",
+        "attention_backend disable_custom_all_reduce disable_log_stats guided_decoding_backend max_cpu_loras",
+        "attention_config max_lora_rank offload_num_in_group offload_prefetch_step structured_outputs_config",
+        "compilation_config disable_cascade_attn distributed_executor_backend max_loras model_impl served_model_name",
     )
     for name in names.split()
 }
 """Names that change how vLLM runs or what it logs, and no token: taken, and the log says that they do nothing."""
-_VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": {"xxhash": "xxh3_128"}}
+_HASHES = {"xxhash": "xxh3_128", "xxhash_cbor": "xxh3_128_cbor"}
+_VALUES = {"kv_dtype": {"auto": "model", "fp8": "fp8_e4m3"}, "hash": _HASHES}
 
 
 def options_of(given: Mapping[str, Any]) -> EngineOptions:
@@ -321,13 +321,13 @@ def _limits(options: EngineOptions, given: dict[str, Any]) -> SchedulerLimits:
         raise EngineOptionError(f"{wrong}: give it in `limits`, which is given too")
     for name, field in _LIMITS.items():
         value = given.get(field)
-        if value is None:
+        if value is None or (field == "long_prefill_tokens" and value == 0):  # no cap
             given.pop(field, None)
         elif field == "policy":
             if value not in tuple(Scheduling):
                 raise EngineOptionError(f"{name}: {value!r} is not one of {', '.join(Scheduling)}")
             given[field] = Scheduling(value)
-        elif field == "chunked_prefill":
+        elif isinstance(getattr(SchedulerLimits, field), bool):
             if not isinstance(value, bool):
                 raise EngineOptionError(f"{name}: {value!r} is not True or False")
         elif isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -195,6 +195,20 @@ def test_a_number_of_vllms_blocks_is_refused_where_a_page_holds_a_part_of_the_la
     assert options_of({"num_gpu_blocks_override": 20, "groups": "off"}).pool_tokens == 19 * 16
 
 
+def test_switches_a_missing_cap_and_hashes_are_taken_under_vllms_names():
+    given = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold_adaptive": True}
+    limits = options_of({**given, "long_prefill_token_threshold": 32}).limits
+    assert limits is not None
+    assert (limits.admit_whole_prompt, limits.long_prefill_adaptive) == (False, True)
+    uncapped = options_of({"long_prefill_token_threshold": 0, "max_num_seqs": 3}).limits
+    assert uncapped is not None
+    assert (uncapped.long_prefill_tokens, uncapped.max_running) == (None, 3)
+    assert options_of({"prefix_caching_hash_algo": "xxhash_cbor"}).hash == "xxh3_128_cbor"
+    for name in given:
+        with pytest.raises(EngineOptionError, match=f"{name}: 1 is not True or False"):
+            options_of({name: 1})
+
+
 @pytest.mark.parametrize("name", ["enable_prefix_caching", "enforce_eager"])
 def test_a_text_is_no_flag_under_vllms_name_either(name, model_of):
     """`"false"` would count as True."""
