@@ -33,7 +33,7 @@ example:
 
 _GATE = """\
 layers:
-  resource  every kernel compiled for sm_80 and sm_90: registers, spills, shared memory, 16-byte loads,
+  resource  every kernel compiled for sm_80 to sm_120: registers, spills, shared memory, 16-byte loads,
             instructions, pipeline depth. Needs no GPU and times nothing.
   latency   kernels on a GPU, as ratios to a copy and to contiguous attention timed in the same rounds.
   policy    block manager and scheduler, as ratios to the accepted version of the same core, timed beside it.
@@ -214,7 +214,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dry-run", action="store_true", help="check and print the plan, measure nothing")
     log = "fit a device to the log of an engine that ran on it, and measure nothing here; see twin --help"
     parser.add_argument("--from-log", metavar="FOLDER", help=log)
-    parser.add_argument("--first", type=int, metavar="N", help="--from-log: requests to fit (a quarter)")
+    parser.add_argument("--first", type=int, metavar="N", help="--from-log: N to fit (a quarter, 30 to 400)")
     out = "--from-log: where the device is written; default: results/devices/NAME.yaml"
     parser.add_argument("--out", metavar="FILE", help=out)
 

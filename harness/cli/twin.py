@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 _MORE = """\
 FOLDER holds a log of requests (pagetwin_probe, vllm bench serve --save-detailed, OpenTelemetry spans, SGLang's request
-log, GuideLLM, AIPerf, LLMServingSim's recorder, or a CSV of arrival_s, prompt_tokens, output_tokens, first_token_s,
-last_token_s) and may hold the engine's settings (command line, YAML, JSON, server log), a series of its state, and the
-workload as a PageTwin trace. Overrides (key=value) say what the files do not, and win over them:
-device=h100, model=llama31_8b.
+log, GuideLLM, AIPerf, LLMServingSim's recorder, inference-engine-benchmark-system, or a CSV or JSON lines of arrival_s,
+prompt_tokens, output_tokens, first_token_s, last_token_s) and may hold the engine's settings (command line, YAML, JSON,
+server log), a series of its state, and the workload as a PageTwin trace. Overrides (key=value) say what the files do
+not, and win over them: device=h100, model=llama31_8b.
 With --metrics the state of a live server is scraped into FOLDER first, while the load that is logged there runs.
 With --check the /metrics page of a vLLM server, or a file with one, is compared with the prediction for FOLDER: by the
 fit that twin kept in its report's folder, by --device, else by the description of the device. Nothing is fitted.
@@ -47,7 +47,7 @@ def _add(parser: argparse.ArgumentParser) -> None:
         help="answer this alone: a setting (scheduler.max_running=64,96) or the load (load=1.5); may be repeated",
     )
     parser.add_argument("--no-what-ifs", action="store_true", help="leave out the what-ifs")
-    parser.add_argument("--first", type=int, metavar="N", help="fit the first N requests; default: a quarter")
+    parser.add_argument("--first", type=int, metavar="N", help="fit the first N (a quarter, 30 to 400)")
     parser.add_argument("--out", metavar="DIR", help="default: results/twin/NAME")
     parser.add_argument("--metrics", metavar="URL", help="scrape this Prometheus endpoint into FOLDER first")
     parser.add_argument("--seconds", type=float, help="--metrics: how long to scrape; default: 60")

@@ -55,7 +55,8 @@ TOY_MODELS = (
 )
 
 # key: (values that the files of conf/ hold for a toy model on the CPU, value for a real deployment). A server takes
-# whole requests, fills the device's memory with KV, and has the limits that vLLM's `serve` has on a large GPU.
+# whole requests, fills the device's memory with KV, and has 8,192 tokens a step, as vLLM's `serve` on an
+# H100, and 256 sequences, as there on smaller GPUs.
 _REAL_DEFAULTS: dict[str, tuple[tuple[Any, ...], Any]] = {
     "workload.length_scale": ((0.1,), 1.0),
     "cache.pool_tokens": ((8192,), None),

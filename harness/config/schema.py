@@ -303,7 +303,9 @@ class DecodingConfig:
 class CostKind(StrEnum):
     """The model that predicts the seconds of a step."""
 
-    auto = "auto"  # table with cost.kernels, fitted with a calibration (existing or to come), else roofline
+    # table with cost.kernels, operators with cost.operators, fitted with a calibration (existing or to come), else
+    # roofline
+    auto = "auto"
     fitted = "fitted"
     table = "table"  # attention interpolated in a measured grid, all else fitted
     roofline = "roofline"
