@@ -1,6 +1,7 @@
 """The table of block sizes is made of the accepted kernels, and the roofline reads it where it is asked to."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,12 @@ from harness.config.schema import RunConfig
 from harness.cost import roofline as table
 from harness.kernel_speed.block_sizes import (
     BLOCK_SIZES,
+    DIM,
+    KV_HEADS,
+    decode_case,
+    decode_time,
     halves_sums,
+    kernel_of,
     main,
     newest_baseline,
     products,
@@ -151,6 +157,28 @@ def test_the_keys_of_a_tile_are_those_of_the_launcher() -> None:
         shape = launch.AttentionShape(torch.bfloat16, kept, 32, 8, 128, 128, 16)
         kernel = kernel_of(decode_case(cases, width, 16, 90))
         assert keys_of(kernel, width) == launch.decode_config(shape).tile
+
+
+def test_the_documents_print_the_shares_of_the_accepted_kernels() -> None:
+    """If this fails, the kernels or the launch policy changed: write the tables of both documents again."""
+    cases = json.loads(newest_baseline(BASELINES).read_text(encoding="utf-8"))["cases"]
+    assert "\n".join(share_lines(cases)) in (ROOT / "docs/kernel-speed.md").read_text(encoding="utf-8")
+
+    def share(device: str, rows: int, slots: int) -> str:
+        """The model's column beside a goal of `docs/gpu.md`: 16-bit caches, blocks of 16."""
+        gpu, size = GPUS[device], 4 * rows * slots * KV_HEADS * DIM
+        kernel = kernel_of(decode_case(cases, 2, 16, gpu.capability))
+        return f"{decode_time(kernel, gpu, rows, slots, 2).share(size, gpu):.2f}".lstrip("0")
+
+    goals = re.findall(
+        r"^\| (\d+) × (\d+)k \| \S+ \| (\S+) \| \S+ \| (\S+) \|$",
+        (ROOT / "docs/gpu.md").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
+    assert len(goals) == 8
+    for rows, thousands, *said in goals:
+        shape = int(rows), 1024 * int(thousands)
+        assert said == [share("h100", *shape), share("h200", *shape)], shape
 
 
 def test_no_prefill_is_predicted_beyond_the_peak_of_a_datasheet() -> None:
