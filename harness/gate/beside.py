@@ -181,7 +181,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     findings = []
     for case in sorted(now.cases.keys() & baseline.cases.keys()):
         found, difference = effect(now.cases[case]["ratios"]), now.cases[case].get("difference", 0.0)
-        if difference > TOLERANCE:
+        if not difference <= TOLERANCE:  # nan is no agreement
             text = f"its results differ from the accepted code's by {difference:.1e}; accept them if that is meant"
             findings.append(Finding(case, GateVerdict.regressed, text))
         else:

@@ -109,7 +109,7 @@ def stale_finding(record: Measured) -> LayerResult | None:
 def measure() -> Measured:
     """Time the cases of the preset `gate` on this machine's GPU.
 
-    A case that fails is left out. Then `coverage` finds it missing, which is a regression.
+    A case that fails is left out, and named in the environment, also of a record: that is a regression.
 
     Raises:
         UserError: torch finds no CUDA device here.
@@ -125,16 +125,16 @@ def measure() -> Measured:
 
 def measure_cases(specs: list[KernelCase], device: "torch.device", device_name: str) -> Measured:
     """Time cases on any device, one after the other."""
-    cases: dict[str, Any] = {}
-    remarks = []
+    cases, failed = dict[str, Any](), dict[str, str]()
     for spec in specs:
         try:
             cases |= dict(_timed(spec, device))
-        except Exception as error:  # the missing case fails the gate; the other cases are still worth having
-            remarks.append(f"{spec.name} was not timed: {type(error).__name__}: {str(error)[:300]}")
+        except Exception as error:  # it fails the gate; the other cases are still worth having
+            failed[spec.name] = f"{type(error).__name__}: {str(error)[:300]}"
     made_on = {"device": device_name, "torch": version("torch"), "triton": version("triton")}
-    run = made_on, kernel_digest(), cases, {"clocks": asdict(clock_state())}
-    return Measured("latency", latency_name(device_name), *run, tuple(remarks))
+    run = made_on, kernel_digest(), cases, {"clocks": asdict(clock_state()), "failed": failed}
+    remarks = tuple(f"{name} was not timed: {why}" for name, why in failed.items())
+    return Measured("latency", latency_name(device_name), *run, remarks)
 
 
 def _timed(spec: KernelCase, device: "torch.device") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -200,7 +200,7 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
     effects = compared(now, baseline)
     margins = (settings or default_settings()).latency
     judged = [Finding(case, found.verdict(margins), str(found)) for case, found in effects.items()]
-    findings = (*_throttled(now), *coverage(now, baseline), *judged)
+    findings = (*_faults(now), *coverage(now, baseline), *judged)
     # The slowest case stands in a remark even where all pass, since no average is reported.
     worst = sorted(effects.items(), key=lambda one: -one[1].ratio)[:1]
     remarks = (f"worst case: {case}, {found}" for case, found in worst)
@@ -208,18 +208,21 @@ def judge(now: Measured, baseline: Baseline, settings: GateSettings | None = Non
 
 
 def unfit(now: Measured, settings: GateSettings | None = None) -> Iterator[str]:
-    """The reasons why these figures cannot become a baseline: a throttled device, or too much noise."""
-    yield from (finding.reason for finding in _throttled(now))
+    """The reasons why these figures cannot become a baseline: a failed case, a throttled device, or too much noise."""
+    yield from (f"{finding.case}: {finding.reason}" for finding in _faults(now))
     widest = (settings or default_settings()).latency.widest
     for case, values in now.cases.items():
-        found = effect(values["ratios"], values["ratios"])
-        if found.width > widest:
+        if (found := effect(values["ratios"], values["ratios"])).width > widest:
             yield f"{case}: too much noise ({found})"
 
 
-def _throttled(now: Measured) -> Iterator[Finding]:
-    """Findings on a device that slowed down during the measurement. No ratio can then be trusted."""
+def _faults(now: Measured) -> Iterator[Finding]:
+    """Findings on cases that failed, also those that no baseline has, and on a device that slowed down meanwhile.
+
+    No ratio of such a device can be trusted.
+    """
+    for case, why in now.environment.get("failed", {}).items():
+        yield Finding(case, GateVerdict.regressed, f"was not timed: {why}")
     for case, values in now.cases.items():
-        if values.get("throttled"):
-            reason = f"the device slowed down while this was timed: {values['throttled']}"
-            yield Finding(case, GateVerdict.inconclusive, reason)
+        if why := values.get("throttled"):
+            yield Finding(case, GateVerdict.inconclusive, f"the device slowed down while it was timed: {why}")

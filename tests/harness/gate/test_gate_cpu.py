@@ -60,6 +60,11 @@ def test_other_results_are_a_regression_whatever_the_time() -> None:
     assert "results differ" in finding.reason
 
 
+def test_results_that_are_no_numbers_are_a_regression() -> None:
+    """A kernel that gave NaN passed: no comparison with NaN is true."""
+    assert verdict(run_of(1.0, difference=float("nan"))) is GateVerdict.regressed
+
+
 @pytest.fixture(scope="module")
 def torch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     """Both sides are compiled alike here, and quickly: nothing of this file is timed."""

@@ -8,7 +8,8 @@ from harness.bench.cases import KernelCase
 from harness.cost import timings as names
 from harness.environment import kernel_digest
 from harness.gate import beside
-from harness.gate.latency import measure_cases
+from harness.gate.findings import GateVerdict, new_baseline
+from harness.gate.latency import judge, measure_cases, unfit
 
 torch = pytest.importorskip("torch")
 TINY = {"batch": 2, "context": 64, "heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "fp32"}
@@ -51,6 +52,10 @@ def test_a_case_that_fails_is_left_out_and_the_others_go_on(monkeypatch: pytest.
     found = measure_cases([bad, good], torch.device("cpu"), "a CPU")
     assert list(found.cases) == [f"{good.name} / sdpa", f"{good.name} / copy"]
     assert found.remarks == (f"{bad.name} was not timed: RuntimeError: no such device function",)
+    # no baseline has it: nothing was found missing, and a baseline without it could be written
+    regressed = [one for one in judge(found, new_baseline(found, "test")).findings if one.case == bad.name]
+    assert [one.verdict for one in regressed] == [GateVerdict.regressed]
+    assert f"{bad.name}: was not timed: RuntimeError: no such device function" in [*unfit(found)]
 
 
 @pytest.mark.usefixtures("few_rounds")
