@@ -231,10 +231,11 @@ def _best(study: Study, key: str, groups: Sequence[Sequence[PointRecord]]) -> An
     limit = _chance(study)
     best, safest = best_value(groups, key, LATENCY, higher=False), _safest(groups, key, LATENCY)
     few, advice = max(clear.values()) < _FEW * len(pairs), ""
-    if few or best is None:
-        verdict = f"{name} does not matter here" if few else f"No {short_label(key)} is the best everywhere"
-        choice = Choice(name, "any", "", f"no difference in {_LATENCY_WORDS} beyond {limit}")
-    elif best[1].low > 1 and log(best[1].middle) > _SAME:  # points that failed can rank another value first
+    if few:
+        verdict, here = f"{name} does not matter here", clear[LATENCY]
+        told = f"{here:,} of {len(pairs):,} differences" if here else "no difference"
+        choice = Choice(name, "any", "", f"{told} in {_LATENCY_WORDS} beyond {limit}")
+    elif best and best[1].low > 1 and log(best[1].middle) > _SAME:  # failed points may rank another first
         verdict = f"{name} {best[0]} is best: the next best has {best[1]} its normalized latency"
         choice = Choice(
             name, f"{best[0]}", best[1].number, f"{_LATENCY_WORDS} with the next best", best[1].band
@@ -410,9 +411,8 @@ def _width_text(pairs: Sequence[Pair], low: Any, high: Any) -> tuple[str, Choice
         text += f", generated tokens per second {made}"
     if saved:
         text += f"; sharing saves {100 * median(saved):.0f} % of their blocks"
-    return text, Choice(
-        "Cost of", f"{high} instead of {low}", served.number, "the requests per second", served.band
-    )
+    widths = f"{high} instead of {low}"
+    return text, Choice("Cost of", widths, served.number, "the requests per second", served.band)
 
 
 def _load(study: Study, axes: Axes) -> Iterator[Answer]:

@@ -181,6 +181,20 @@ def test_block_sizes_within_the_spread_do_not_matter(records):
             if row["metric"] in same:
                 row["measured"] = same[row["metric"]]
     assert study.text("cache.block_size").startswith("Block size does not matter here: 0 of 18 differences")
+    for record in study.records[::9]:
+        for row in record.comparison:
+            row["measured"] *= 2 if row["metric"] == "norm_latency_mean" else 1
+    words = r"Block size: any\. [1-5] of 18 differences in end-to-end time per output token beyond the run-to-run .*"
+    assert re.fullmatch(words, str(study.choice("cache.block_size")))  # it said that there is none
+
+
+def test_a_value_at_which_no_request_finishes_is_not_as_good_as_any(records):
+    study = Changed(records)
+    for record in study.records:
+        if record.setting("cache.block_size") != 8:
+            record.comparison[:] = [row for row in record.comparison if row["metric"] != "norm_latency_mean"]
+            record.rows["request_throughput"]["measured"] = 0.0
+    assert str(study.choice("cache.block_size")) == "Block size: depends. See the curves."
 
 
 def test_a_perfect_model_is_trusted_in_every_class_and_the_answer_is_yes(records):
