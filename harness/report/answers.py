@@ -8,7 +8,7 @@ any; a measured point is not compared with a predicted one.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from math import log
+from math import inf, log
 from statistics import median
 from typing import Any
 
@@ -447,7 +447,7 @@ def _knees(study: Study, axes: Axes) -> Iterator[str]:
                 (r for r in group if r.setting(RATE) is not None), key=lambda r: float(r.setting(RATE))
             )
             base = value(ordered[0], LATENCY) if ordered else None
-            over = [r for r in ordered if base and (value(r, LATENCY) or 0.0) > _KNEE * base]
+            over = [r for r in ordered if base and (value(r, LATENCY) or inf) > _KNEE * base]
             knees.append(float(over[0].setting(RATE)) if over else None)
         found = [knee for knee in knees if knee is not None]
         if not knees:

@@ -304,3 +304,12 @@ def test_points_that_failed_make_no_slower_block_size_the_best_one(tmp_path):
     study.records = tuple(replace(r, comparison=one) for r, one in zip(study.records, rows, strict=True))
     assert "8 is best" not in study.text("cache.block_size")
     assert study.choice("cache.block_size").value != "8"
+
+
+def test_a_load_at_which_no_request_finishes_is_beyond_saturation(tmp_path):
+    store = write_store(tmp_path, grid({"workload.request_rate": (5.0, 20.0)}))
+    study = Changed(read_study(store).records)
+    for record in study.records:
+        if record.setting("workload.request_rate") == 20.0:
+            record.comparison[:] = [row for row in record.comparison if row["metric"] != "norm_latency_mean"]
+    assert "paged: normalized latency doubles at 20 requests/s at 1 of 1 settings." in study.text("load")
