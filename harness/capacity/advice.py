@@ -110,21 +110,23 @@ def advise(case: LoadCase, tell: Tell, measured: Mapping[str, float] | None = No
     tell("the load as it is")
     own = case.run(rate=None if case.held_back else case.rate)
     if measured:
-        advice.answers.append(beside(case.run(copies=1), measured))
+        advice.answers.append(beside(case.run(copies=1), measured, len(case.whole.requests)))
     (_held_back if case.held_back else _by_rate)(case, advice, own, tell)
     if case.rate and deployment_of(case.config).pool.groups is None:
         advice.answers += [line] if (line := tier_line(case, profile)) else []
     return advice
 
 
-def beside(own: Trial, measured: Mapping[str, float]) -> str:
-    """The measured figures of a log beside those predicted for it."""
+def beside(own: Trial, measured: Mapping[str, float], requests: int) -> str:
+    """The measured figures of a log of so many requests beside those predicted for them, or for a part of them."""
+    count = sum(own.outcome.values())
+    part = f" (measured: {requests:,} requests, predicted: {count:,} of them)" if count < requests else ""
     pairs = (
         f"{name} {value:.3g} measured, {own.metrics[name]:.3g} predicted"
         for name, value in measured.items()
         if name in own.metrics
     )
-    return f"As it ran: {'; '.join(pairs)}."
+    return f"As it ran{part}: {'; '.join(pairs)}."
 
 
 def _by_rate(case: LoadCase, advice: Advice, own: Trial, tell: Tell) -> None:
@@ -271,12 +273,8 @@ def _impossible(case: LoadCase, advice: Advice, slow: Trial, own: Trial, tell: T
     """Which SLO and which device would do where no rate does."""
     if slow.lost:
         return
-    relaxed = tuple(
-        replace(goal, bound=float(f"{slow.metrics[goal.metric] * _SLACK:.2g}"))
-        if goal in slow.broken
-        else goal
-        for goal in case.slo
-    )
+    enough = {goal: float(f"{slow.metrics[goal.metric] * _SLACK:.2g}") for goal in slow.broken}
+    relaxed = tuple(replace(goal, bound=enough.get(goal, goal.bound)) for goal in case.slo)
     if slow.broken:
         tell("an SLO that would do")
         other = LoadCase(case.config, relaxed, case.recorded, case.requests)
@@ -500,15 +498,16 @@ def reuse(case: LoadCase, advice: Advice) -> ReuseProfile:
         curve = ", ".join(f"{percent(profile.hit_ratio(one * pool.num_blocks))} at {one:g}" for one in _POOLS)
         one_by_one = "least recently used, requests one after the other"
         one_by_one += ", all to one replica" if case.config.device.data_parallel > 1 else ""
-        advice.floor += (
-            f"; {one_by_one}: {percent(held)} in a pool of this size, and by multiples of it {curve}"
-        )
+        sizes = f"{percent(held)} in a pool of this size, and by multiples of it {curve}"
+        advice.floor += f"; {one_by_one}: {sizes}"
         if best > held + _WORTH_SAYING and profile.blocks_in_all <= _MOST_TRIED:
             rule, found = best_rule(paths, unit, pool.num_blocks)
             advice.floor += f"; of the rules of cache.eviction {rule} finds most there, {percent(found)}"
         if most > _WORTH_SAYING and held * 2 < most:
             hits = f"{percent(held)} hits of {percent(most)} in an unlimited pool"
             advice.warnings.append(f"the pool is too small for its prefixes: {hits}")
+    if case.config.cache.answers:
+        advice.floor += "; what prompts find of earlier answers comes on top (cache.answers)"
     if not case.config.cache.prefix_caching:
         if exact > _WORTH_SAYING:
             text = f"the prefix cache is off, and {percent(exact)} of the prompt tokens could be hits"

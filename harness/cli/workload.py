@@ -357,10 +357,11 @@ def _with_groups(config: "RunConfig", words: Sequence[str]) -> "RunConfig":
 
     window = model_shape(config.model).window
     longest = config.cache.max_model_len or max_position(config.model)
-    asked = any(axis.key == "cache.groups" for axis in run_request(words).axes)
-    if asked or window is None or window >= longest or config.cache.policy is not CachePolicy.paged:
+    asked, cache = {axis.key for axis in run_request(words).axes}, config.cache
+    if "cache.groups" in asked or not window or window >= longest or cache.policy is not CachePolicy.paged:
         return config
-    grouped = replace(config, cache=replace(config.cache, groups=GroupPages.uniform))
+    answers = cache.answers and "cache.answers" in asked  # groups keep none
+    grouped = replace(config, cache=replace(cache, groups=GroupPages.uniform, answers=answers))
     return config if list(check_combinations(grouped)) else grouped
 
 
@@ -375,10 +376,7 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
     say(f"Prefixes: {advice.floor}.")
     if advice.effects:
         say(f"\nOne flag changed, {advice.where}; worst figure: over that of the present value")
-        say(
-            f"{'flag':32} {'worst figure':>12}  {'TTFT p99 s':>10}  {'TPOT mean s':>11}  {'hits':>6}  "
-            f"{'preemptions':>11}"
-        )
+        say(f"{'flag':32} worst figure  TTFT p99 s  TPOT mean s  {'hits':>6}  preemptions")
     for one in advice.effects:
         figures = one.trial.metrics
         say(

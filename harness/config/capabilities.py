@@ -208,7 +208,7 @@ TABLE: tuple[Capability, ...] = (
     Capability("cache.disk_tokens", lambda a: a.cache.tier_tokens > 0 and a.cache.disk_tokens,
                {Way.measured: "files are read from the system's memory again, so no disk would be timed"}),
     Capability("cache.answers", lambda a: a.cache.answers,
-               {Way.groups: "it keeps no answers", Way.replicas: _ONE, Way.client: _UNKNOWN,
+               {Way.groups: "it keeps no answers", Way.client: _UNKNOWN,
                 Way.compiled: "later prompts find the blocks of answers",
                 Way.vllm: "vLLM answers as its model does"}),
     Capability("cache.answers", lambda a: a.cache.answers and (a.several or a.drafts),

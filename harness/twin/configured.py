@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from engine.core.memory.group_layout import uniform_layout
+from engine.core.options import GroupPages
 from harness.config.checks import check_config
 from harness.config.compose import normalise
 from harness.config.errors import UserError
@@ -132,7 +133,7 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     if more:
         words += more
     asked = one_configuration(words, _ONE)
-    config = normalise(asked)
+    config = _with_answers(normalise(asked), log, overrides)
     errors = check_config(config)
     if errors:
         raise UserError("\n".join(map(str, errors)))
@@ -153,6 +154,17 @@ def configured(log: EngineLog, overrides: Sequence[str]) -> Configured:
     beside = f"Warning: {slots.note}." if _has_groups(settings) and slots.window and slots.note else ""
     warnings = *log.warnings, offloaded, *others, assumed, "" if pool else mixed, beside
     return Configured(config, settings, tuple(notes), words, replaced, tuple(filter(None, warnings)))
+
+
+def _with_answers(config: RunConfig, log: EngineLog, overrides: Sequence[str]) -> RunConfig:
+    """The configuration in which prompts find the answers that the log says they go on behind.
+
+    As it is where groups of layers keep none, or where the user says so (cache.answers).
+    """
+    unsaid = not any(word.lstrip("+").startswith("cache.answers=") for word in overrides)
+    named = unsaid and any(row.output_key is not None for row in log.workload.requests)
+    answers = config.cache.answers or (named and config.cache.groups is GroupPages.off)
+    return replace(config, cache=replace(config.cache, answers=answers))
 
 
 # Microseconds: what logs of vLLM and SGLang behind HTTP have before the first step (3 to 8 ms), and between requests

@@ -124,11 +124,7 @@ def point_of(config: RunConfig, workload: Trace) -> Point:
         ConfigError: a request of the log can never be served with these settings.
     """
     built = resolve(config, workload)
-    if any(row.output_key is not None for row in workload.requests):
-        cache = replace(built.deployment.cache, answers=True)
-        built = replace(built, deployment=replace(built.deployment, cache=cache))
-    if len(built.trace.requests) != len(workload.requests):
-        missing = len(workload.requests) - len(built.trace.requests)
+    if missing := len(workload.requests) - len(built.trace.requests):
         raise ConfigError(
             "workload.oversize",
             f"{missing} of {len(workload.requests)} requests of the log can never be served with these settings, but "

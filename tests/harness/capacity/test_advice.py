@@ -18,6 +18,7 @@ from harness.capacity.advice import (
     _devices,
     _replicas,
     advise,
+    beside,
     best_rule,
     effects,
     rate_text,
@@ -37,6 +38,9 @@ from harness.metrics.compute import compute_metrics
 from harness.metrics.record import PointRecord
 from harness.point.cost import cost_model
 from harness.store.commit import StoreContent
+from harness.twin.configured import configured
+from harness.twin.prediction import predictor
+from harness.twin.reading import read_engine_log
 from harness.workload.deployment import settings_text
 from harness.workload.point import resolve
 from harness.workload.simulate import predict, simulate
@@ -576,6 +580,27 @@ def test_the_log_of_a_deployment_gives_its_requests_and_its_settings(
     assert shown.startswith("Simulated: all 35 requests")
     assert "As it ran: ttft_p50 0.1 measured, " in shown
     assert "in whole match units of 32 tokens" in shown
+
+
+def test_a_log_whose_turns_go_on_behind_answers_has_its_hits_in_advise_as_in_twin(tmp_path: Path) -> None:
+    """`advise` found 34.8 % of the prompt tokens in the cache, `twin` and the log 41.7 %."""
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s,cached_tokens"]
+    for at in range(0, 80, 4):
+        lines += [f"{at},160,33,{at + 0.1},{at + 0.5},0", f"{at + 2},300,8,{at + 2.1},{at + 2.2},192"]
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    words = ["model=llama31_8b", "device=h100"]
+    log = read_engine_log(tmp_path)
+    twin = configured(log, words).config
+    run = compute_metrics(predictor(twin, log.workload)(twin.device).log)
+    found = source_case(tmp_path, words, parse_slo(SLO), 20)
+    assert run["hit_ratio"] == pytest.approx(192 / 460)
+    own, whole = found.case.run(copies=1), replace(found.case, requests=40)
+    assert whole.run(copies=1).metrics["hit_ratio"] == run["hit_ratio"]
+    assert " (measured: 40 requests, predicted: 20 of them): " in beside(own, {"ttft_p50": 0.1}, 40)
+    reuse(whole, advice := Advice())
+    assert "; what prompts find of earlier answers comes on top (cache.answers)" in advice.floor
+    assert whole.run({"device.data_parallel": 2}, copies=1).metrics["finished"] == 40
+    assert not configured(log, [*words, "cache.answers=false"]).config.cache.answers
 
 
 @pytest.mark.nightly
