@@ -228,17 +228,15 @@ def draw_causes(study: Study, axes: Axes) -> Picture:
         return Missing(
             "causes", "No point has layers in groups (cache.groups=uniform), so causes are not drawn."
         )
-    table = comparison_table(spread(grouped, _MOST_BARS), axes, metrics)
+    table = comparison_table(bars := spread(grouped, _MOST_BARS), axes, metrics)
     points = list(dict.fromkeys(table["point"]))
     figure, (panel,) = panels(PAGE_IN, 1.1 + 0.34 * len(points), 1, 1)
     wide = table.pivot_table(index="point", columns="metric", values="simulated", sort=False)
     for row, point in enumerate(points):
-        _cause_bar(
-            panel, row, {name: float(wide.loc[point].get(f"waste_{name}", 0.0)) for name in WASTE_COLUMNS}
-        )
-        panel.plot(
-            100 * float(wide.loc[point]["gauge"]), row, "|", color="black", markersize=14, markeredgewidth=2
-        )
+        shares = {name: float(wide.loc[point].get(f"waste_{name}", 0.0)) for name in WASTE_COLUMNS}
+        _cause_bar(panel, row, shares)
+        held_now = 100 * float(wide.loc[point]["gauge"])
+        panel.plot(held_now, row, "|", color="black", markersize=14, markeredgewidth=2)
     for name, colour in _CAUSE_COLOURS.items():
         panel.barh(0, 0, color=colour, label=name.replace("_", " "))
     panel.plot([], [], "|", color="black", markersize=10, markeredgewidth=2, label="gauge of vLLM")
@@ -252,6 +250,7 @@ def draw_causes(study: Study, axes: Axes) -> Picture:
         "Predicted bytes of the pools by what they hold, weighted by the seconds of steps; the parts add up to the "
         "pools. The mark is the share of blocks that sequences refer to, which vLLM's gauge kv_cache_usage_perc shows: "
         "what lies left of it and is not token is in use and holds nothing that a next token needs."
+        + _of_all(bars, grouped)
     )
     return Drawing("causes", caption, figure, table)
 
@@ -281,9 +280,8 @@ def draw_groups(study: Study, axes: Axes) -> Picture:
     figure, (causes, groups) = panels(PAGE_IN, 4.2, 2, 1)
     _areas(causes, data, _CAUSE_COLOURS, _GIB)
     for index, (name, layer) in enumerate(zip(names, layers, strict=True)):
-        words = f"{index}: {layer['layers']} {layer['kind']}" + (
-            f" {layer['window']:,}" if layer["window"] else ""
-        )
+        seen = f" {layer['window']:,}" if layer["window"] else ""
+        words = f"{index}: {layer['layers']} {layer['kind']}{seen}"
         groups.plot(data["time_s"], data[name] / _GIB, color=PALETTE[index % len(PALETTE)], label=words)
     causes.set(ylabel="bytes of the pools (GiB)", ylim=(0, None))
     groups.set(ylabel="in use (GiB)", xlabel="virtual time (s)", ylim=(0, None))
@@ -349,7 +347,8 @@ _LINES = ("-", "--", ":", "-.", "-", "--")
 def draw_hits(study: Study, axes: Axes) -> Picture:
     """Left: the hit ratio of each point, and the bound for its run. Right: hit ratio against the match unit."""
     paged = [record for record in study.records if record.policy == "paged"]
-    best = spread([record for record in paged if _HITS[1] in record.simulated], _MOST_BARS)
+    asked = [record for record in paged if _HITS[1] in record.simulated]
+    best = spread(asked, _MOST_BARS)
     table = comparison_table(paged, axes, _HITS).drop_duplicates(["point", "metric"])
     units = {record.point_label: _unit(record) for record in paged}
     table["match_unit"] = [units[point][0] for point in table["point"]]
@@ -372,13 +371,19 @@ def draw_hits(study: Study, axes: Axes) -> Picture:
         caption += (
             " Bars are points; the mark is a bound on what any order of eviction finds with the run's own admissions "
             "and ends (Belady). Blocks of running requests may put it out of reach, so a better rule gains at most "
-            f"what lies between them. Of the points that asked for it {_most_found(best)}."
+            f"what lies between them. Of the points that asked for it {_most_found(asked)}.{_of_all(best, asked)}"
         )
     if swept:
         caption += (
             " The match unit is the length of which the end of every hit is a multiple: less is never found."
         )
     return Drawing("hits", caption, figure, table)
+
+
+def _of_all(bars: Sequence[PointRecord], points: Sequence[PointRecord]) -> str:
+    """How many of the points have a bar; empty where all have."""
+    few = f" Shown: {len(bars):,} of {len(points):,} points, spread evenly."
+    return few if len(bars) < len(points) else ""
 
 
 def _most_found(records: Sequence[PointRecord]) -> str:
@@ -390,9 +395,8 @@ def _most_found(records: Sequence[PointRecord]) -> str:
 def _unit(record: PointRecord) -> tuple[int, str]:
     """The match unit in tokens, and how groups share the memory."""
     groups = record.pool.get("groups")
-    return (
-        (groups["match_unit"], groups["pages"]) if groups else (record.pool.get("block_size", 0), _NO_GROUPS)
-    )
+    plain = record.pool.get("block_size", 0), _NO_GROUPS
+    return (groups["match_unit"], groups["pages"]) if groups else plain
 
 
 def _against_the_best(panel: "Panel", table: "pd.DataFrame") -> None:

@@ -176,6 +176,18 @@ def test_hits_against_the_match_unit_leave_out_a_point_without_them(study):
     assert drawn.data["point"].nunique() == len(paged) - 1
 
 
+def test_the_point_that_finds_most_is_that_of_all_and_not_of_the_bars(study):
+    paged = [record for record in study.records if record.policy == "paged"]
+    for number, record in enumerate(paged):  # of 27 points 16 have a bar, the second has none
+        hits = {"hit_ratio": 0.5 if number == 1 else 0.1, "optimal_hit_ratio": 0.9}
+        rows = [{"metric": name, "unit": "", "simulated": value} for name, value in hits.items()]
+        paged[number] = replace(record, simulated=hits, comparison=rows)
+    with style():
+        drawn = memory.draw_hits(replace(study, records=paged), find_axes(paged))
+    assert f"{paged[1].point_label} finds most: 50 %" in drawn.caption
+    assert drawn.caption.endswith(" Shown: 16 of 27 points, spread evenly.")
+
+
 def test_the_axis_of_errors_is_linear_where_no_error_is_large(tmp_path):
     sides = {"analytic": None, "simulated": 0.59, "measured": 1.0, "low": 0.99, "high": 1.01}
     row = {"metric": "ttft_p50", "unit": "s", **sides, "error": -0.41, "spread": 0.01}
