@@ -76,9 +76,8 @@ def trust_line(verdict: Verdict, records: Sequence[PointRecord]) -> str:
     pairs = _paced_errors([(record, record.pace) for record in records])
     raw = f"{100 * median(plain for _, plain in pairs):.0f} %" if pairs else ""
     how = f", after correcting for the machine's pace (without it a step is {raw} off)" if raw else ""
-    counted = (
-        f" Counts are identical at {verdict.counted} of {verdict.counted} points." if verdict.counted else ""
-    )
+    everywhere = f"{verdict.counted} of {verdict.counted} points"
+    counted = f" Counts are identical at {everywhere}." if verdict.counted else ""
     return f"{yes}. Typical errors: {', '.join(classes)}{how}.{counted}"
 
 
@@ -103,13 +102,11 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
     trouble = []
     if study.failures:
         first = study.failures[0]
-        trouble.append(
-            f"{numbered(len(study.failures), 'point')} FAILED, first {first.label}: {first.message} ({first.path})"
-        )
+        failed = numbered(len(study.failures), "point")
+        trouble.append(f"{failed} FAILED, first {first.label}: {first.message} ({first.path})")
     if study.absent:
-        trouble.append(
-            f"{numbered(study.absent, 'point')} NOT run yet: the same command continues where it stopped"
-        )
+        left = numbered(study.absent, "point")
+        trouble.append(f"{left} NOT run yet: the same command continues where it stopped")
     if study.problems:
         trouble.append(f"NOT readable: {study.problems[0]}" + _more(len(study.problems)))
     if verdict.unfinished:
@@ -119,9 +116,8 @@ def completeness(study: Study, verdict: Verdict) -> list[str]:
             f"NOT all requests finished at {numbered(len(verdict.unfinished), 'point')}: {'; '.join(named[:8])}"
             + _more(len(named) - 7)
         )
-    trouble = trouble or [
-        f"Everything finished: {numbered(verdict.points, 'point')}, all requests on every side."
-    ]
+    whole = f"Everything finished: {numbered(verdict.points, 'point')}, all requests on every side."
+    trouble = trouble or [whole]
     changes = (one for record in study.records for one in record.trace.get("changes") or ())
     return [*dict.fromkeys(f"Of the trace: {one}." for one in changes if one.startswith(UNREAD)), *trouble]
 
@@ -280,7 +276,8 @@ def _mape(errors: Mapping[str, Any] | None) -> float | None:
 
 
 _ENGINE = ("scheduler.max_running", "scheduler.max_batched_tokens", "cache.pool_tokens")
-UNREAD = "the first "  # begins the change that says that a trace was not read whole
+# what begins a change that the console says too: a trace was not read whole, or comes at another rate than asked for
+UNREAD = "the first ", "requests come at "
 # how a trace was shared when the setting was a part of each prompt
 _OLD_SHARING = "of each prompt comes from one of"
 

@@ -315,15 +315,12 @@ def served_point(config: RunConfig, recorded: Trace | None = None) -> Point:
     _check_span(trace)
     workload = Workload(trace, trace_decoding, traffic, drawn, resubmits, config.workload.seed)
     point = Point(deployment, workload, config.replay, config.oracle, config.name)
+    grouped = config.measure and point.pool.groups is not None
     for way, is_on, head in (
         (Way.client, resubmits, "beams that a client sends (decoding.sharing=prefix_cache)"),
         (Way.replicas, point.replicas > 1, f"device.data_parallel={point.replicas}"),
         (Way.vllm, deployment.measured and deployment.engine.on_vllm, "engine=vllm"),
-        (
-            Way.measured_groups,
-            config.measure and point.pool.groups is not None,
-            f"measure=true and cache.groups={config.cache.groups}",
-        ),
+        (Way.measured_groups, grouped, f"measure=true and cache.groups={config.cache.groups}"),
     ):
         if is_on and (refused := next(refusals(point.asked, way, head), None)):
             raise refused
@@ -345,10 +342,28 @@ def served_point(config: RunConfig, recorded: Trace | None = None) -> Point:
     if recorded is None and before_s:  # a process that draws arrivals begins with one
         sentence = f"times from the first request on: the {before_s:g} s before it count in no rate"
         point = point.of_trace(point.trace.changed(point.trace.columns.from_first(), sentence))
+    if recorded is None:
+        point = point.of_trace(_rate_noted(point.trace, config))
     if (path := config.decoding.beam_parents) is not None:
         drawn = replace(drawn, parents=recorded_parents(path, point.trace, trace_decoding))
         point = replace(point, workload=replace(point.workload, drawn=drawn))
     return point
+
+
+_SAME_RATE = 0.05  # of the rate that was asked for
+
+
+def _rate_noted(trace: Trace, config: RunConfig) -> Trace:
+    """The trace of an open loop with a note where its requests come at another rate than was asked for.
+
+    The console says it (`harness.report.verdict_text.UNREAD`). `capacity` and `advise` scale to the rate itself.
+    """
+    asked, real = config.workload.request_rate or 0.0, trace.mean_rate or 0.0
+    closed = config.replay.mode in (ReplayMode.closed, ReplayMode.offline)
+    if closed or not asked or not real or abs(real / asked - 1) <= _SAME_RATE:
+        return trace
+    times = f"requests come at {real / asked:.3g} times the rate asked for (workload.request_rate)"
+    return trace.changed(trace.requests, f"{times}, as few arrivals are drawn, or some were dropped")
 
 
 _RESUBMITTED = (
@@ -403,8 +418,7 @@ def _oversize(point: Point) -> dict[int, str]:
         alike = (row.prompt_tokens, _output_tokens(point, row, decoding), decoding)
         if alike not in known:
             known[alike] = scheduler.never_fits(_request(point, row, decoding=decoding))
-        reason = known[alike]
-        if reason:
+        if reason := known[alike]:
             reasons[row.request_id] = reason
     return reasons
 

@@ -151,9 +151,8 @@ class RecentTraces:
         known = self._kept.pop(key, None)
         trace = self._kept[key] = make() if known is None else known
         self.requests += len(trace.requests) if known is None else 0
-        while len(self._kept) > self._least and (
-            len(self._kept) > self._most[0] or self.requests > self._most[1]
-        ):
+        traces, requests = self._most
+        while len(self._kept) > self._least and (len(self._kept) > traces or self.requests > requests):
             self.requests -= len(self._kept.pop(next(iter(self._kept))).requests)
         return trace
 
@@ -310,10 +309,9 @@ def retimed(trace: Trace, config: RunConfig) -> Trace:
             "missing: the trace's requests all arrive at one instant, so it has no mean rate; set a number",
         )
     process = ArrivalProcess(str(mode), rate, shape=replay.burstiness**-2)
-    times = process.times_us(len(trace.requests), config.workload.seed)
     kind = mode if mode is ReplayMode.poisson else f"gamma (coefficient of variation {replay.burstiness:g})"
     said = f"arrivals drawn anew: {kind}, {rate:.4g} requests/s, seed {config.workload.seed}"
-    return _at(trace, times, said)
+    return _at(trace, process.times_us(len(trace.requests), config.workload.seed), said)
 
 
 def _at(trace: Trace, times_us: Sequence[int], sentence: str) -> Trace:

@@ -1,5 +1,7 @@
 """Users who wait, conversations, deadlines and refusals: what arrives when, and what becomes of the rest."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from sim_cases import LinearCost, replay, request
@@ -10,7 +12,11 @@ from engine.core.options import SchedulerLimits
 from engine.core.request import Request
 from harness.config.schema import ReplayMode, RunConfig
 from harness.metrics.log import Outcome
+from harness.metrics.record import PointRecord
+from harness.metrics.verdict import judge
 from harness.replay.arrivals import ClosedLoop, OpenLoop, Sessions, Turn, to_ns
+from harness.report.study import Study
+from harness.report.verdict_text import completeness
 from harness.workload.point import resolve
 from harness.workload.trace import pauses_ns, retimed
 
@@ -173,6 +179,20 @@ def test_drawn_arrivals_have_the_rate_and_the_irregularity_asked_for(
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.1)
     assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.1)
     assert "arrivals drawn anew" in trace.header.changes[-1]
+
+
+def test_another_rate_than_asked_for_is_said() -> None:
+    """32 requests at 20 a second came at 28.4: `run` had 3.6 times the time to first token of `capacity` there."""
+    config = workload_config(ReplayMode.poisson, 32)
+    trace = resolve(config).trace
+    assert trace.mean_rate == pytest.approx(1.42 * 20, rel=0.01)
+    said = "requests come at 1.42 times the rate asked for (workload.request_rate), as few arrivals are drawn, or some"
+    assert trace.header.changes[-1].startswith(said)
+    record = PointRecord(trace={"changes": trace.header.changes})
+    study = Study(Path(), "", "", (record,))
+    assert any(f"Of the trace: {said}" in line for line in completeness(study, judge([record])))
+    for mode, count in ((ReplayMode.poisson, 400), (ReplayMode.trace, 32), (ReplayMode.closed, 32)):
+        assert "times the rate" not in " ".join(resolve(workload_config(mode, count)).trace.header.changes)
 
 
 def test_an_offline_batch_is_there_at_the_start() -> None:
