@@ -164,7 +164,8 @@ def _measured(point: Point, cost: CostModel, label: str, progress: Progress | No
 def _recorded(point: Point, cost: CostModel, label: str) -> Recording:
     (made, observe), live, log = _watching(), dict[int, Request](), new_log(point)
     executor = simulated_executor(point, cost, live, fast_forward=False)
-    replay_point(point, log, point.requests(), executor, observe=observe, live=live)
+    client = point.beam_client(point.workload.genealogy(cost.source))
+    replay_point(point, log, point.requests(), executor, observe=observe, live=live, client=client)
     return _recording(point, made[-1], log.log(), label)
 
 
@@ -260,8 +261,7 @@ def page(
     if lengths is not None:
         known = {**known, "workloads": {lengths[0]: lengths[1], **known["workloads"]}, "chosen": lengths[0]}
     data = json.dumps(known, separators=(",", ":")).replace("<", "\\u003c")
-    label = recording.label if recording else ""
-    body = filled(folder / f"{name}.html.j2", data=Markup(data), label=label)
+    body = filled(folder / f"{name}.html.j2", data=Markup(data), label=recording.label if recording else "")
     return filled(
         folder / "lesson.html.j2",
         lesson=lesson,

@@ -73,6 +73,18 @@ def test_samples_of_one_request_are_no_several_requests() -> None:
     assert not any(code % 2 for code in in_use)
 
 
+def test_beams_that_a_client_sends_are_recorded_as_a_run_has_them() -> None:
+    more = ("decoding.beam_width=2", "decoding.sharing=prefix_cache", "workload.num_requests=2")
+    more += ("workload.prefix_share=0",)
+    given = {word.partition("=")[0] for word in more}
+    words = [word for word in DEFAULT if word.partition("=")[0] not in given]
+    config = plan_sweep(run_request([*words, *more]), point).points[0].config
+    log = simulate(resolve(config), cost_model(deployment_of(config)))
+    recording = record(more)
+    assert len(recording.requests) == len(log.requests["request_id"]) > 2
+    assert recording.times == pytest.approx(log.steps["start_s"].tolist())
+
+
 def test_a_measured_run_is_recorded_beside_its_prediction(monkeypatch: pytest.MonkeyPatch) -> None:
     found, real = [], engine.measure
 
