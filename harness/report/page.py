@@ -295,9 +295,8 @@ def _failure_section(study: Study) -> list[Section]:
         return [Section("others", "Other points", notes=notes)]
     shown = [tables.failures_table(study)] if study.failures else []
     text = ["The same command runs them again."] if study.failures else []
-    return [
-        Section("failures", "Points that failed, files that were skipped", text, tables=shown, notes=notes)
-    ]
+    title = "Points that failed, files that were skipped"
+    return [Section("failures", title, text, tables=shown, notes=notes)]
 
 
 def _memory_figures(shown: Mapping[str, Shown]) -> list[Shown]:
@@ -347,10 +346,12 @@ def _cost_section(study: Study) -> Section:
     facts = provenance.facts_table("cost", study.records, without=("heldout", "validation"))
     if heldout is None:
         bounds = provenance.bounds_table(study.records)
+        fits = {str(fit) for one in study.records if (fit := one.setting("device.fitted_from"))}
+        said = f"The device was fitted to {', '.join(sorted(fits))}; its file has the errors of that fit."
         return Section(
             "cost",
             "Cost model",
-            ["The cost model was not fitted, so it has no held-out error."],
+            [said if fits else "The cost model was not fitted, so it has no held-out error."],
             tables=[bounds, facts] if bounds else [facts],
             notes=notes,
         )

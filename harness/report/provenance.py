@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -105,8 +106,10 @@ def _device(record: PointRecord) -> str:
 
 
 def _predicted(record: PointRecord) -> str:
-    """The device that a cost model knows: the calibrated one, or the one of the datasheet."""
-    return str(record.provenance.get("device") or record.setting("device.name") or "")
+    """The device that a cost model knows: the calibrated one, or as many as there are of that of the datasheet."""
+    name = str(record.provenance.get("device") or record.setting("device.name") or "")
+    many = (record.setting(f"device.{which}_parallel") or 1 for which in ("tensor", "data"))
+    return f"{count} x {name}" if (count := prod(many)) > 1 else name
 
 
 def _several(values: Iterable[str]) -> str:
@@ -247,9 +250,8 @@ def _together(values: list[Any]) -> str:
     if len(amounts) == len(values) > 1:
         return f"{_text(min(amounts))} – {_text(max(amounts))}"
     shown = [_text(value) for value in values[:_MOST_VALUES]]
-    return " · ".join(shown) + (
-        f" · and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
-    )
+    rest = f" · and {len(values) - _MOST_VALUES} more" if len(values) > _MOST_VALUES else ""
+    return " · ".join(shown) + rest
 
 
 def _dated(fact: tuple[str, Any]) -> tuple[str, Any]:
@@ -392,11 +394,8 @@ def _validation_cells(errors: Mapping[str, Mapping[str, float]]) -> list[str]:
     for name in VALIDATED:
         found = errors.get(name) or {}
         error, spread = found.get("error"), found.get("spread")
-        cells.append(
-            f"{numbers.error(METRICS[name], error)} ({numbers.error_size(METRICS[name], spread)})"
-            if found
-            else numbers.NONE
-        )
+        said = f"{numbers.error(METRICS[name], error)} ({numbers.error_size(METRICS[name], spread)})"
+        cells.append(said if found else numbers.NONE)
     return cells
 
 

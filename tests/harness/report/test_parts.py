@@ -15,7 +15,15 @@ from harness.report.axes import _with_raw, alike, find_axes, reference
 from harness.report.figures.curves import FacetLayout, _series
 from harness.report.figures.memory import _bin
 from harness.report.figures.series import axis_scale
-from harness.report.provenance import attribution_table, cautions, facts_table, heldout_table, trace_line
+from harness.report.page import _cost_section
+from harness.report.provenance import (
+    attribution_table,
+    cautions,
+    facts_table,
+    headline,
+    heldout_table,
+    trace_line,
+)
 from harness.report.study import Study, spread
 from harness.report.tables import points_table
 
@@ -178,6 +186,20 @@ def test_a_prediction_from_a_fitted_device_is_not_called_a_datasheet_s():
     (fitted, *_) = cautions(study_of("roofline", device__fitted_from="a log"))
     assert "fitted to a log" in fitted
     assert "nothing of it was measured" in " ".join(cautions(study_of("roofline", device__fitted_from=None)))
+
+
+def test_the_cost_of_a_fitted_device_is_not_called_unfitted():
+    (fitted,), (plain,) = (
+        _cost_section(study_of("roofline", device__fitted_from=log)).text for log in ("a log", None)
+    )
+    assert fitted == "The device was fitted to a log; its file has the errors of that fit."
+    assert plain == "The cost model was not fitted, so it has no held-out error."
+
+
+def test_a_prediction_for_several_devices_says_how_many():
+    many = {"device__tensor_parallel": 4, "device__data_parallel": 2}
+    assert ("predicted for", "8 x h100") in headline(study_of("roofline", device__name="h100", **many))
+    assert ("predicted for", "h100") in headline(study_of("roofline", device__name="h100"))
 
 
 def test_steps_that_are_not_scheduled_ahead_are_said_of_predicted_devices_alone():
