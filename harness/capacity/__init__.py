@@ -405,7 +405,8 @@ def smallest_pool(case: LoadCase, seeds: int, tell: Tell) -> CapacityAnswer:
 
     It may be larger than the configured pool, and larger than the device's memory; the answer says so then.
     """
-    question, unit = "smallest pool that meets the SLO", "tokens"
+    each = " of each replica" if case.config.device.data_parallel > 1 else ""
+    question, unit = f"smallest pool{each} that meets the SLO", "tokens"
     if reason := too_few(case):
         return CapacityAnswer(question, unit, None, reason)
     pool, held = deployment_of(case.config).pool, device_blocks(case.config)
@@ -420,10 +421,8 @@ def smallest_pool(case: LoadCase, seeds: int, tell: Tell) -> CapacityAnswer:
         found.append(edge.good * pool.block_size)
         tell(f"{edge.good:,.0f} blocks of {pool.block_size}")
     holds = (held or inf) * pool.block_size
-    reason = (
-        f"more than the {holds:,} tokens that {case.config.device.name} holds" if max(found) > holds else ""
-    )
-    return CapacityAnswer(question, unit, estimate(found), reason)
+    beyond = f"more than the {holds:,} tokens that {case.config.device.name} holds"
+    return CapacityAnswer(question, unit, estimate(found), beyond if max(found) > holds else "")
 
 
 def best_block_size(

@@ -121,7 +121,7 @@ _MEMORY = (
     Metric("tail_waste", "unfilled slots per decoding sequence", "slots",
            "reserved and internal slots / rows, summed over the steps that only decode", "lower"),
     Metric("peak_kv", "peak KV in use", "bytes",
-           "largest token + reserved + internal of any step, times the KV bytes of a token", "lower"),
+           "largest token + reserved + internal of any step (of one replica), times the KV bytes of a token", "lower"),
 )  # fmt: skip
 
 _CACHE = (

@@ -542,6 +542,10 @@ def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> 
     case = LoadCase(config, parse_slo("queue_mean<1"))
     answer = highest_rate(case, 1, 0.1, lambda _: None)
     assert answer.reason == "20 requests are too few to answer from; give 30 or more"
+    several = deepcopy(case.config)
+    several.device.data_parallel = 2  # each has a pool
+    found = [smallest_pool(LoadCase(one, ()), 1, lambda _: None).question for one in (case.config, several)]
+    assert found == [f"smallest pool{of} that meets the SLO" for of in ("", " of each replica")]
     page = write_study(CapacityStudy([("model", "m")], case, "rate", answer, []), tmp_path).read_text()
     assert "No answer: see the reason below." in page
     assert "Simulated: all 20 requests" in page
