@@ -231,7 +231,7 @@ def _session_turns(trace: Trace) -> Profile | None:
 
 def _reuse(trace: Trace, sizes: Sequence[int]) -> Profile:
     paths = PrefixPaths(trace)
-    profiles = {size: reuse_profile(paths, size) for size in sizes}
+    profiles = {size: reuse_profile(paths, size, spare_last_token=True) for size in sizes}
     footprint = max(profile.distinct_blocks * size for size, profile in profiles.items())
     steps = np.geomspace(min(sizes) * 16, max(footprint, min(sizes) * 32), _CURVE_POINTS)
     capacities = np.unique(steps.astype(np.int64)).tolist()

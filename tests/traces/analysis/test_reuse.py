@@ -255,3 +255,12 @@ def test_a_profile_is_json_and_has_every_picture_s_data() -> None:
     assert max(profile["reuse"]["lru_hit_ratio"]["16"]) == pytest.approx(
         profile["reuse"]["ideal_hit_ratio"]["16"]
     )
+
+
+def test_a_profile_finds_what_an_engine_does_that_computes_the_last_token_of_every_prompt() -> None:
+    """Of equal prompts of 64 tokens `trace inspect` found three quarters in blocks of 64, where no engine finds any."""
+    header = TraceHeader("equal", "test", "", "content", None, 1, "", 4, 4)
+    rows = tuple(TraceRequest(i, i * 10**6, 64, 2, (Segment(7, 64),)) for i in range(4))
+    found = trace_distributions(Trace(header, rows), [16, 64])["reuse"]
+    assert found["ideal_hit_ratio"] == {"16": 3 * 48 / 256, "64": 0.0}
+    assert max(found["lru_hit_ratio"]["16"]) == 3 * 48 / 256
