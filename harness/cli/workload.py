@@ -381,7 +381,7 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
         figures = one.trial.metrics
         say(
             f"{one!s:32} {one.worse:>10.2f} x  {figures.get('ttft_p99', nan):>10.3f}  "
-            f"{figures.get('tpot_mean', nan):>11.4f}  {100 * figures.get('hit_ratio', nan):>4.1f} %  "
+            f"{figures.get('tpot_mean', nan):>11.4f}  {100 * figures.get('hit_ratio', 0.0):>4.1f} %  "
             f"{figures.get('preemptions', nan):>11,.0f}"
         )
     config = case.config

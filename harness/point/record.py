@@ -245,7 +245,6 @@ def make_record(
     deployment, trace, analytic = point.deployment, point.trace, _asked(point, _analytic(point))
     runs = [one.run for one in told]
     measured = [_asked(point, compute_metrics(run.log)) for run in runs]
-    simulated = replace(simulated, metrics=_asked(point, simulated.metrics))
     pool = _pool_section(point) | (_engine_note(deployment) if runs else {})
     logs = {"simulated": simulated.log} | ({"measured": runs[0].log} if runs else {})
     levels = error_levels(point, told, simulated.log) if runs else {}

@@ -295,9 +295,12 @@ def predict(point: Point, cost: CostModel, *, rows: bool, fast_forward: bool = T
     if not rows and point.replicas == 1:
         fold, pool = RunFold(cost.source.hull), point.pool
         kept = _run_compiled(point, cost, [fold]) or [_simulated(point, cost, fold, fast_forward)]
-        return fold.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **kept[0])
-    log = simulate(point, cost, fast_forward=fast_forward)
-    return prediction_of(log, cost.source, rows=rows)
+        found = fold.prediction(pool.block_size, pool.tokens, pool.slot_bytes, **kept[0])
+    else:
+        found = prediction_of(simulate(point, cost, fast_forward=fast_forward), cost.source, rows=rows)
+    if not point.pool.prefix_caching:  # what is not asked for is not 0 %
+        found.metrics.pop("hit_ratio", None)
+    return found
 
 
 def simulate(point: Point, cost: CostModel, *, fast_forward: bool = True) -> RunLog:
@@ -327,9 +330,8 @@ def _run_compiled(point: Point, cost: CostModel, folds: Sequence[Fold]) -> list[
     """
     replays = compiled_replays(point, cost)
     if replays and not is_cached():
-        remark(
-            "compiling the replay, once on this machine and version: about half a minute, a minute on a slow CPU"
-        )
+        takes = "about half a minute, a minute on a slow CPU"
+        remark(f"compiling the replay, once on this machine and version: {takes}")
     return run_replicas(replays, folds) if len(replays) > 1 else [each.run(folds[0]) for each in replays]
 
 

@@ -536,6 +536,15 @@ def test_block_sizes_are_compared_by_the_rates_that_they_hold() -> None:
     assert answer.value is not None
 
 
+def test_no_share_of_hits_is_a_figure_without_a_cache_as_in_a_record() -> None:
+    """It was 0, and `run` has none: the same goal was broken by a figure here and by a missing one there."""
+    config = single_server()
+    config.cache.prefix_caching = False
+    trial = LoadCase(config, parse_slo("hit_ratio>0.5")).run(rate=0.1)
+    assert trial.why() == "there is no hit_ratio"
+    assert trial.metrics.keys() >= {"hit_tokens", "ttft_p50"}
+
+
 def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> None:
     config = single_server()
     config.workload.num_requests = 20
