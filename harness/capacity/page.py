@@ -136,6 +136,8 @@ def notes(study: CapacityStudy) -> list[str]:
     found, trials, value = [], study.case.made, study.answer.value
     if study.case.served and (new := unseen(study.case.served)):
         found.append(f"Warning: {new}. Figures may be far off.")
+    if study.case.served and (kept := study.case.served.pool.note):
+        found.append(f"Of the pool: {kept}.")
     unpriced = dict(study.settings).get("not priced", "")
     if study.axis == "block" and "block size" in unpriced:
         found.append("The cost model does not price block size: sizes differ by the memory they waste alone.")
@@ -151,12 +153,9 @@ def notes(study: CapacityStudy) -> list[str]:
         found.append(f"The cost model was not measured on a device: {what}.")
     good = study.answer.good
     if study.axis == "rate" and value is not None and good is not None:
-        if value.low is not None:
-            found.append(f"Over the seeds: {rate_words(value)}.")
-        count = good.outcome.get("finished", 0)
-        found.append(
-            f"It lasts: of {count:,} requests in {good.span_s:,.0f} s the number in the server does not grow."
-        )
+        found += [f"Over the seeds: {rate_words(value)}."] if value.low is not None else []
+        of = f"of {good.outcome.get('finished', 0):,} requests in {good.span_s:,.0f} s"
+        found.append(f"It lasts: {of} the number in the server does not grow.")
     return found
 
 

@@ -334,6 +334,7 @@ def _source(source: Path, words: list[str]) -> _Source:
     found = configured(log, words)
     config = _with_groups(found.config, words)
     said = [one for one in found.warnings if config is found.config or WINDOWS_KEPT not in one]
+    said += [f"note: {one}" for one in (*log.notes, *found.notes)]
     return _Source(config, log.workload, (log.client, *said), measured_figures(log))
 
 

@@ -593,6 +593,11 @@ def test_a_log_whose_turns_go_on_behind_answers_has_its_hits_in_advise_as_in_twi
     twin = configured(log, words).config
     run = compute_metrics(predictor(twin, log.workload)(twin.device).log)
     found = source_case(tmp_path, words, parse_slo(SLO), 20)
+    for assumed in (
+        "What the server does before the scheduler's queue is assumed",
+        "which earlier request it came",
+    ):
+        assert any(one.startswith("note: ") and assumed in one for one in found.said)  # as `twin` says
     assert run["hit_ratio"] == pytest.approx(192 / 460)
     own, whole = found.case.run(copies=1), replace(found.case, requests=40)
     assert whole.run(copies=1).metrics["hit_ratio"] == run["hit_ratio"]

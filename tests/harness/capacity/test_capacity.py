@@ -47,7 +47,7 @@ from harness.config.overrides import parse_overrides
 from harness.config.schema import Compiled, CostKind, DecodingMode, Oversize, RunConfig
 from harness.config.values import replaced
 from harness.point.cost import cost_model
-from harness.workload.deployment import deployment_of
+from harness.workload.deployment import WINDOWS_KEPT, deployment_of
 from harness.workload.simulate import predict
 from traces.trace import CONTENT, Segment, Trace, TraceHeader, TraceRequest
 
@@ -560,6 +560,14 @@ def test_too_few_requests_are_no_answer_and_the_page_says_so(tmp_path: Path) -> 
     assert "Simulated: all 20 requests" in page
     assert json.loads((tmp_path / "capacity.json").read_text())["simulations"] == len(case.made)
     assert (tmp_path / "capacity.csv").read_text().count("\n") == len(case.made) + 1
+
+
+def test_windows_that_a_pool_keeps_are_said_beside_a_rate() -> None:
+    """`advise` predicts such a model with groups of layers, `capacity` and `run` do not unless they are asked for."""
+    config = single_server()
+    config.model.window, config.model.windowed_layers = 16, 2
+    study = CapacityStudy([], LoadCase(config, ()), "rate", CapacityAnswer("", "", None), [])
+    assert any(note.startswith(f"Of the pool: {WINDOWS_KEPT}") for note in notes(study))
 
 
 def test_a_rate_says_over_which_load_it_was_found_to_last() -> None:
