@@ -201,7 +201,7 @@ DEFAULT_WORKSPACE = _WorkspaceOfThread()
 def check_caches(key_cache: torch.Tensor, value_cache: torch.Tensor) -> None:
     """Check that both caches are `[blocks, block_size, kv_heads, dim]`, agree in all but `dim`, and have dense rows."""
     dims = (*key_cache.shape[1:], *value_cache.shape[3:])
-    if key_cache.dim() != 4 or key_cache.shape[:3] != value_cache.shape[:3] or 0 in dims:
+    if key_cache.dim() != 4 or len(dims) != 4 or key_cache.shape[:3] != value_cache.shape[:3] or 0 in dims:
         raise ShapeError(
             f"key_cache {tuple(key_cache.shape)} and value_cache {tuple(value_cache.shape)} must both be "
             "[blocks, block_size, kv_heads, dim], none of the last three 0, and agree in the first three"

@@ -51,6 +51,8 @@ REFUSED = {
     "other widths of q and cache": (changed("q", lambda q: q[..., :8].contiguous()), ShapeError, r"\(2, 4, 8\)"),
     "heads that are no multiple": (changed("q", lambda q: q[:, :3]), ShapeError, "multiple of 2"),
     "a cache of other form": (changed("value_cache", lambda v: v[:-1]), ShapeError, "agree in the first three"),
+    "values without a width": (changed("value_cache", lambda v: v[..., 0].contiguous()), ShapeError, "must both be"),
+    "values with an axis more": (changed("value_cache", lambda v: v[..., None]), ShapeError, "must both be"),
     "queries of another dtype": (changed("q", torch.Tensor.half), DtypeError, "q is torch.float16 and the cache"),
     "values of another dtype": (changed("value_cache", torch.Tensor.half), DtypeError, "value_cache torch.float16"),
     "a cache of integers": (
