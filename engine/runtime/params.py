@@ -216,9 +216,8 @@ class SamplingParams(metaclass=_TakesVllm):
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             empty = "is empty: no token could be chosen; leave it out to allow all"
             raise ParamsError("allowed_token_ids", empty)
-        words = listed(self.bad_words)
-        if len(words) > MAX_BAD_WORDS or not all(words):
-            raise ParamsError("bad_words", f"must be at most {MAX_BAD_WORDS} texts, none of them empty")
+        if not all(listed(self.bad_words)):
+            raise ParamsError("bad_words", "must be texts, none of them empty")
         if self.truncate_prompt_tokens == 0:
             nothing = "0 would leave no prompt; give -1 or a number of at least 1"
             raise ParamsError("truncate_prompt_tokens", nothing)

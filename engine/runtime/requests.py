@@ -14,8 +14,8 @@ from engine.core.options import Decoding, SchedulerLimits
 from engine.runtime.decoding.generation import Generation, TokenLogprobs
 from engine.runtime.errors import ParamsError, PromptError, TokenizerError
 from engine.runtime.models.load import LoadedModel
-from engine.runtime.params import OutputKind, SamplingParams, is_whole, listed
-from engine.runtime.text import Detokenizer, Tokenizer, decode_ids, find_stop
+from engine.runtime.params import MAX_BAD_WORDS, OutputKind, SamplingParams, is_whole, listed
+from engine.runtime.text import Detokenizer, Tokenizer, decode_ids, encode_text, find_stop
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 BEFORE = 6  # tokens of the prompt that decide how an output begins: some characters have four
@@ -180,19 +180,21 @@ def bounded(params: SamplingParams, ids: Sequence[int], limits: SchedulerLimits)
 
 
 def encode_bad_words(words: Sequence[str], tokenizer: Tokenizer | None) -> list[list[int]]:
-    """The token ids of each bad word, at the begin of a text and after a space. Raises TokenizerError."""
+    """The token ids of each bad word, at the begin of a text and, where another token as long is, after a space.
+
+    As vLLM's `update_from_tokenizer`. Raises TokenizerError, and ParamsError for too many.
+    """
     if words and tokenizer is None:
         raise TokenizerError("bad_words: this engine has no tokenizer")
     found: list[list[int]] = []
-    for word in words:
-        for text in (word.lstrip(), f" {word.lstrip()}"):
-            try:
-                assert tokenizer is not None
-                ids = list(tokenizer.encode(text, add_special_tokens=False))
-            except Exception as error:
-                raise TokenizerError(f"bad_words: the tokenizer cannot encode {text!r}: {error}") from error
-            if ids and ids not in found:
-                found.append(ids)
+    for word in (one.lstrip() for one in dict.fromkeys(words)):
+        begin, spaced = (encode_text(tokenizer, one, add_special_tokens=False) for one in (word, f" {word}"))
+        if not begin:
+            raise ParamsError("bad_words", f"{word!r} has no token")
+        other = len(spaced) == len(begin) and spaced[0] != begin[0]
+        found += [begin, spaced] if other else [begin]
+    if len(found) > MAX_BAD_WORDS:
+        raise ParamsError("bad_words", f"are {len(found)} in tokens, {MAX_BAD_WORDS} at most")
     return found
 
 

@@ -1,5 +1,6 @@
 """Incremental detokenization, and the search for stop strings in the text."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -105,12 +106,29 @@ def templated(
     more: dict[str, Any] = {} if chat_template is None else {"chat_template": chat_template}
     parted = content_format == "openai" or (content_format == "auto" and _takes_parts(tokenizer, more))
     form = _parts if parted else joined
-    written = [{**message, "content": form(message.get("content"))} for message in messages]
     more |= {"tools": [*map(dict, tools)]} if tools else {}
     try:
+        written = [with_objects(one) | {"content": form(one.get("content"))} for one in messages]
         return tokenizer.apply_chat_template(written, **asked, **more, **template_values or {})
     except Exception as error:
         raise TokenizerError(f"the chat template cannot render these messages: {error}") from error
+
+
+def with_objects(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as vLLM hands it to a template: arguments of tool calls as objects, and no list of no calls."""
+    found, calls = dict(message), message.get("tool_calls")
+    if found.get("role") == "assistant" and isinstance(calls, list | tuple):
+        found["tool_calls"] = [{**one, "function": _with_object(one["function"])} for one in calls]
+    return {name: one for name, one in found.items() if name != "tool_calls" or one}
+
+
+def _with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    given = function.get("arguments")
+    try:
+        given = json.loads(given) if isinstance(given, str) else given
+    except ValueError:  # vLLM goes on with none: an earlier turn would have every later one refused
+        given = None
+    return {**function, "arguments": given if isinstance(given, Mapping) else {}}
 
 
 def _takes_parts(tokenizer: Any, more: Mapping[str, Any]) -> bool:

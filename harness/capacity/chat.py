@@ -23,7 +23,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.runtime.errors import ModelError, TokenizerError
-from engine.runtime.text import effort_values, encode_text, is_text, joined, load_tokenizer, templated
+from engine.runtime.text import (
+    effort_values,
+    encode_text,
+    is_text,
+    joined,
+    load_tokenizer,
+    templated,
+    with_objects,
+)
 from harness.capacity.advice import MOST_BLOCKS, percent
 from harness.capacity.case import FEWEST
 from harness.config.errors import UserError
@@ -176,7 +184,7 @@ def _lines(path: Path) -> Iterator[LoggedChat]:
                 yield _request(json.loads(raw), number)
     except TraceError as error:
         raise UserError(str(error)) from error
-    except (ValueError, RecursionError) as error:
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         reason = 'a line is one chat request in JSON, as {"messages": [{"role": "user", "content": "…"}]}'
         raise UserError(f"{path}, line {number}: {error}; {reason}") from error
 
@@ -214,11 +222,7 @@ def _message(value: Any) -> Message:
     message = dict(_typed(value, dict, "messages"))
     _typed(message.get("role"), str, "role")
     message.setdefault("content", None)
-    for call in _typed(message.get("tool_calls") or [], list, "tool_calls"):
-        function = _typed(call, dict, "tool_calls").get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
-    return message
+    return with_objects(message)
 
 
 def _seconds(value: Any) -> float:

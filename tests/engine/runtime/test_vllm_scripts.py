@@ -174,6 +174,16 @@ tools = [{"type": "function", "function": {"name": "look"}}]
 out = llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=1), chat_template=template, tools=tools)
 assert llm.get_tokenizer().decode(out[0].prompt_token_ids) == "1 tools: Hi"
 """,
+    "calls of tools in the template": """
+template = "{{ messages[1].tool_calls[0].function.arguments.city | default('nowhere') }}!"
+rome, cut = '{"city": "Rome"}', '{"city"'
+for arguments, said in ((rome, "Rome!"), ({"city": "Rome"}, "Rome!"), (cut, "nowhere!"), ("", "nowhere!")):
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    out = llm.chat(talk, SamplingParams(max_tokens=1), chat_template=template)
+    assert llm.get_tokenizer().decode(out[0].prompt_token_ids) == said
+    assert call["function"]["arguments"] == arguments
+""",
     "beam_search": """
 params = BeamSearchParams(beam_width=3, max_tokens=5)
 outputs = llm.beam_search([{"prompt": "the cat"}, {"prompt": "a dog"}], params)
@@ -433,6 +443,37 @@ def test_a_bad_word_is_hidden_at_the_begin_of_a_text_too():
     words = tokenizer()
     assert encode_bad_words([" cat"], words) == encode_bad_words(["cat"], words)
     assert words.encode("cat") in encode_bad_words([" cat"], words)
+
+
+def test_bad_words_are_those_of_vllm():
+    """`SamplingParams.update_from_tokenizer`: a form behind a space counts where it is as long and begins otherwise."""
+    from engine.runtime.requests import encode_bad_words
+
+    forms = {
+        "cat": [1],
+        " cat": [2],
+        "dog": [3, 4],
+        " dog": [5],
+        "at": [6],
+        " at": [6],
+        "no": [7, 8],
+        " no": [7, 9],
+    }
+
+    class Words:
+        def encode(self, text, add_special_tokens=True):
+            return forms.get(text, [ord(text[-1])] if text.strip() else [])
+
+    assert encode_bad_words(["cat", " cat", "cat", "dog", "at", "no"], Words()) == [
+        *([1], [2], [1], [2]),
+        *([3, 4], [6], [7, 8]),
+    ]
+    many = [chr(300 + number) for number in range(128)]
+    assert len(encode_bad_words([*many, *many], Words())) == 128
+    with pytest.raises(ValueError, match="are 129 in tokens, 128 at most"):
+        encode_bad_words([*many, "x"], Words())
+    with pytest.raises(ValueError, match="has no token"):
+        encode_bad_words([" "], Words())
 
 
 # -- what vLLM takes and this engine does not -------------------------------------------------------------------

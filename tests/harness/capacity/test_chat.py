@@ -87,6 +87,14 @@ def test_a_time_that_is_none_or_of_milliseconds_is_refused_with_its_line(tmp_pat
         read_chat(path, tokenizer_of(str(folder)))
 
 
+@pytest.mark.parametrize("calls", [[{"id": "a"}], [1], [{"function": "look"}]])
+def test_calls_of_tools_without_a_function_are_refused_with_their_line(tmp_path, folder, calls):
+    answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    path = written(tmp_path, [request("why?"), {"messages": [answer, *request("how?")["messages"]]}])
+    with pytest.raises(UserError, match=r"chat.jsonl, line 2: .*a line is one chat request"):
+        read_chat(path, tokenizer_of(str(folder)))
+
+
 OTHER_PROMPTS = [
     {"chat_template": "{{ messages }}"},
     {"documents": [{"text": "a"}]},
