@@ -345,8 +345,9 @@ def effects(case: LoadCase, rate: float | None) -> list[FlagEffect]:
                     trial = case.run({key: value}, rate=rate, busiest=busiest, copies=base.copies)
             except ConfigError:
                 continue  # this value is not allowed here
-            worse = trial.worst(case.slo) / max(base.worst(case.slo), 1e-9)
-            found.append(FlagEffect(key, value, trial, worse))
+            at, now = (one.worst(case.slo) for one in (trial, base))
+            # both may be without a figure, and endless
+            found.append(FlagEffect(key, value, trial, 1.0 if at == now else at / max(now, 1e-9)))
     return sorted(found, key=lambda one: -max(one.worse, 1 / max(one.worse, 1e-9)))
 
 

@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from engine.core.options import Sharing
-from harness.capacity.slo import LATENCY_UNIT, Slo, broken_goals
+from harness.capacity.slo import LATENCIES, Slo, broken_goals
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import Compiled, EngineDevice, Oversize, ReplayMode, RunConfig, TraceFormat
 from harness.config.values import replaced
-from harness.metrics import METRICS
 from harness.metrics.log import FloatArray, RunLog
 from harness.point.bands import possible_devices
 from harness.point.cost import at_end, cost_model
@@ -364,7 +363,7 @@ class LoadCase:
     @cached_property
     def _least_span_s(self) -> float:
         """So long must requests arrive that a load above what is served breaks a bound on latency."""
-        bounds = [goal.bound for goal in self.slo if goal.upper and METRICS[goal.metric].unit == LATENCY_UNIT]
+        bounds = [goal.bound for goal in self.slo if goal.upper and goal.metric in LATENCIES]
         return max(bounds, default=0.0) / _SHOWN_EXCESS
 
     def _copies(self, trace: Trace, span_s: float) -> int:

@@ -45,6 +45,7 @@ Exit codes: 0 done, 2 the input was wrong.
 example:
   python -m harness advise mooncake.jsonl --model llama31_8b --device h100 --slo 'ttft_p99<2,tpot_mean<0.05'"""
 
+_QUEUED = "Measured TTFT counts from the scheduler's queue, predicted TTFT from the arrival there: up to a step more."
 _WHOLE = ("replay.mode=trace", "workload=as_recorded")  # all requests, at their own times and lengths
 
 
@@ -335,6 +336,7 @@ def _source(source: Path, words: list[str]) -> _Source:
     config = _with_groups(found.config, words)
     said = [one for one in found.warnings if config is found.config or WINDOWS_KEPT not in one]
     said += [f"note: {one}" for one in (*log.notes, *found.notes)]
+    said += [_QUEUED] if log.requests.queued_s is not None else []
     return _Source(config, log.workload, (log.client, *said), measured_figures(log))
 
 
@@ -380,11 +382,9 @@ def _say_advice(case: "LoadCase", advice: "Advice") -> None:
         say(f"{'flag':32} worst figure  TTFT p99 s  TPOT mean s  {'hits':>6}  preemptions")
     for one in advice.effects:
         figures = one.trial.metrics
-        say(
-            f"{one!s:32} {one.worse:>10.2f} x  {figures.get('ttft_p99', nan):>10.3f}  "
-            f"{figures.get('tpot_mean', nan):>11.4f}  {100 * figures.get('hit_ratio', 0.0):>4.1f} %  "
-            f"{figures.get('preemptions', nan):>11,.0f}"
-        )
+        row = f"{figures.get('ttft_p99', nan):>10.3f}  {figures.get('tpot_mean', nan):>11.4f}  "
+        row += f"{100 * figures.get('hit_ratio', 0.0):>4.1f} %  {figures.get('preemptions', nan):>11,.0f}"
+        say(f"{one!s:32} {one.worse:>10.2f} x  " + row.replace("nan", "  -"))
     config = case.config
     if not config.scheduler.async_scheduling:
         say(

@@ -348,6 +348,18 @@ def test_requests_of_a_client_that_holds_them_back_are_sent_once(tmp_path: Path)
     assert case.run().outcome["finished"] == 40
 
 
+def test_flags_beside_a_figure_that_no_run_has_change_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Endless over endless was no number, in every line of the table."""
+    file = write(tmp_path, 0, 200, 20, 40, 1.0)
+    words = ["--model", "llama31_8b", "--device", "h100", "--slo", "waste_tail<0.5"]
+    assert main(["advise", str(file), *words, "replay.mode=closed", "replay.users=4"]) == 0
+    shown = capsys.readouterr().out
+    assert len(re.findall(r"^\S+=\S+ +1\.00 x ", shown, flags=re.MULTILINE)) > 5
+    assert "nan" not in shown
+
+
 def test_a_client_whose_load_meets_the_slo_is_not_told_that_a_flag_makes_it_meet_it(tmp_path: Path) -> None:
     file = write(tmp_path, 0, 3000, 60, 60, 0.5)
     advice = advice_of(file, "replay.mode=closed", "replay.users=8")
@@ -606,6 +618,15 @@ def test_a_log_whose_turns_go_on_behind_answers_has_its_hits_in_advise_as_in_twi
     assert "; what prompts find of earlier answers comes on top (cache.answers)" in advice.floor
     assert whole.run({"device.data_parallel": 2}, copies=1).metrics["finished"] == 40
     assert not configured(log, [*words, "cache.answers=false"]).config.cache.answers
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_log_that_counts_from_the_queue_is_said_to(tmp_path: Path, queued: bool) -> None:
+    lines = ["arrival_s,prompt_tokens,output_tokens,first_token_s,last_token_s" + ",queued_s" * queued]
+    lines += [f"{i},200,20,{i + 0.1},{i + 0.5}" + f",{i + 0.01}" * queued for i in range(35)]
+    (tmp_path / "requests.csv").write_text("\n".join(lines) + "\n")
+    found = source_case(tmp_path, ["model=llama31_8b", "device=h100"], parse_slo(SLO), 40)
+    assert any("counts from the scheduler's queue" in line for line in found.said) is queued
 
 
 @pytest.mark.nightly

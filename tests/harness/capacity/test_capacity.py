@@ -176,6 +176,14 @@ def test_a_run_without_the_metric_has_less_of_it_than_any_goal_asks() -> None:
     assert least.share({}) > 1 > most.share({})
 
 
+def test_a_run_without_tiers_meets_no_goal_on_their_seconds() -> None:
+    """They are seconds as latencies are, which a run without them has below any bound."""
+    goals = parse_slo("tier_load_s<1,tier_write_s<1")
+    assert broken_goals(goals, {"ttft_p99": 0.1}) == goals
+    assert not broken_goals(goals, {"tier_load_s": 0.5, "tier_write_s": 0.0})
+    assert goals[0].share({}) == float("inf")
+
+
 def test_a_goal_on_a_figure_that_no_run_has_is_met_by_none() -> None:
     """Shares of pools in groups, without groups: every run met it, and the rate was that of the other goals."""
     case = LoadCase(single_server(), parse_slo("waste_tail<0.5"))
