@@ -25,18 +25,7 @@ from harness.twin.configured import UNSAID, Configured
 from harness.twin.log import EngineLog, FloatArray, IntArray
 from harness.twin.prediction import Errors, PredictedRun, compared, errors_by_part, errors_of, predictor
 from harness.twin.refits import with_refits
-from harness.twin.residuals import (
-    CONSTANTS,
-    FRONT_END_CONSTANTS,
-    LINK_CONSTANTS,
-    PRIOR_WEIGHT,
-    TABLE_CONSTANTS,
-    TURN_CONSTANT,
-    FitProblem,
-    Progress,
-    Residuals,
-    robust,
-)
+from harness.twin.residuals import PRIOR_WEIGHT, FitProblem, Progress, Residuals, robust
 from harness.twin.sharing import cached_before
 from harness.twin.step_fit import StepResiduals, steps_to_fit
 from harness.twin.what_ifs import figures_of, with_draws
@@ -50,7 +39,7 @@ _ROUNDS = 12
 @dataclass(frozen=True)
 class FittedConstant:
     """One constant before and after. `spread` is that of its logarithm, given the log, or of the value itself where
-    `linear`; `learned` if the log narrowed it to less than half of the prior's."""
+    `linear`; `learned` if the log narrowed it to less than half of the prior's; `at_end` if the fit's bound held it."""
 
     key: str
     prior: float
@@ -58,6 +47,7 @@ class FittedConstant:
     spread: float
     learned: bool
     linear: bool = False
+    at_end: bool = False
 
     @property
     def how(self) -> str:
@@ -247,19 +237,11 @@ def _seen(
 
 
 _DOUBTFUL = {"TPOT": 0.1, "TTFT": 0.25}  # errors of the fitted part that no noise of a log explains
-_AT_BOUND = 0.005  # of the bound
 
 
 def doubts(fit: Fit) -> list[str]:
     """What speaks against a fit, in sentences: constants at a bound, and errors on the requests that were fitted."""
-    known = (*TABLE_CONSTANTS, *CONSTANTS, *LINK_CONSTANTS, *FRONT_END_CONSTANTS, TURN_CONSTANT)
-    limits = {one.key: (one.high,) if one.linear else (one.low, one.high) for one in known}
-    ends = [
-        f"{one.key} = {one.value:.4g}"
-        for one in fit.constants
-        if any(abs(one.value / end - 1) < _AT_BOUND for end in limits[one.key])
-    ]
-    found = []
+    ends, found = [f"{one.key} = {one.value:.4g}" for one in fit.constants if one.at_end], []
     if not fit.kept:
         found.append(
             "the constants of the fit predict the requests that it has not seen worse than the description does, so "
@@ -410,17 +392,12 @@ def _described(problem: FitProblem, scaled: FloatArray) -> tuple[FittedConstant,
     slopes = problem.jacobian(scaled) / PRIOR_WEIGHT  # in units in which the prior has the variance 1
     left = np.sqrt(np.diag(np.linalg.inv(slopes.T @ slopes)))
     before, after = problem.device(np.zeros_like(scaled)), problem.device(scaled)
-    return tuple(
-        FittedConstant(
-            constant.key,
-            float(getattr(before, constant.key)),
-            float(getattr(after, constant.key)),
-            float(share * constant.spread),
-            bool(share < 0.5),
-            constant.linear,
-        )
-        for constant, share in zip(problem.constants, left, strict=True)
-    )
+    found = []
+    for one, share in zip(problem.constants, left, strict=True):
+        prior, value = (float(getattr(device, one.key)) for device in (before, after))
+        spread, learned = float(share * one.spread), bool(share < 0.5)
+        found.append(FittedConstant(one.key, prior, value, spread, learned, one.linear, one.holds(value)))
+    return tuple(found)
 
 
 # -- the fitted device as a file --------------------------------------------------------------------------------------

@@ -24,6 +24,9 @@ from traces.trace import OPEN
 Progress = Callable[[int, float], None]
 
 
+_AT_BOUND = 0.005  # of the bound
+
+
 @dataclass(frozen=True)
 class Constant:
     """A constant of the device that a log can teach: its key, spread of the prior's logarithm, and bounds.
@@ -48,6 +51,10 @@ class Constant:
     def value(self, scaled: float) -> float:
         """The value at a place of that axis, within the bounds."""
         return min(max(scaled if self.linear else float(np.exp(scaled)), self.low), self.high)
+
+    def holds(self, value: float) -> bool:
+        """Whether a bound keeps the value from what a log asks for; what is linear may well be at 0."""
+        return any(abs(value / end - 1) < _AT_BOUND for end in (self.high, self.low)[: 2 - self.linear])
 
     def prior(self, device: DeviceConfig) -> float:
         """The value that the description gives, inside the bounds."""

@@ -11,7 +11,7 @@ from harness.config.schema import RunConfig
 from harness.point.cost import cost_model
 from harness.replay.features import AT
 from harness.twin.configured import configured
-from harness.twin.fit import fit_device
+from harness.twin.fit import doubts, fit_device
 from harness.twin.log import EngineLog
 from harness.twin.reading import read_engine_log
 from harness.twin.step_fit import StepResiduals, steps_to_fit
@@ -81,6 +81,24 @@ def test_a_fit_to_steps_finds_their_seconds(log: EngineLog, config: RunConfig) -
     )
     assert found.sum() == pytest.approx(made.seconds.sum(), rel=0.01)
     assert "the host's" in fit.said
+
+
+def test_a_constant_is_doubted_at_the_bounds_of_its_own_fit(log: EngineLog, config: RunConfig) -> None:
+    """A slow host's are wider than those of a GPU."""
+    slow = replace(config, device=replace(config.device, step_overhead_us=20_000.0))
+    constants = {one.key: one for one in StepResiduals(planted(log, config), slow, None).constants}
+    overhead, efficiency = constants["step_overhead_us"], constants["compute_efficiency"]
+    assert [overhead.holds(value) for value in (20_000.0, 200_000.0, 30.0)] == [False, True, True]
+    assert [efficiency.holds(value) for value in (0.5, 1.0, 0.15)] == [False, True, True]
+
+
+def test_a_fit_to_steps_of_no_gpu_is_doubted(log: EngineLog, config: RunConfig) -> None:
+    made = planted(log, config)
+    fits = [
+        fit_device(replace(log, steps=replace(made, seconds=made.seconds * times)), config, first=50)
+        for times in (1, 100)
+    ]
+    assert ["lies at the end of what a GPU can do" in " ".join(doubts(fit)) for fit in fits] == [False, True]
 
 
 def test_a_model_with_windows_is_fitted_by_the_simulator(log: EngineLog, config: RunConfig) -> None:
