@@ -121,6 +121,9 @@ def read_server_log(file: SourceFile) -> tuple[EngineSettings, Timeseries | None
     series = _series(states) if states else None
     if series is not None and calendar.skips:  # its dates are not those of the year 2000
         series = replace(series, began_s=None)
+        notes.append(
+            f"{file.name}: its clock names no year, and no line is of 29 February: taken to be no leap year."
+        )
     return found, series, notes
 
 

@@ -7,6 +7,7 @@ of vLLM's arguments by name. A command line is a text file with `vllm serve ...`
 import re
 import shlex
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 from engine.runtime.options import VLLM_NAMES
@@ -23,6 +24,7 @@ _NEXT = re.compile(
     r"\d?[;&|<>]|vllm$|python3?$"
 )  # where a command ends, or a client's begins on another line
 _VERSION_OF_IMAGE = re.compile(r"(?:vllm-openai|sglang):v?(\d+\.\d+(?:\.\d+)?\S*)")
+_SHELL = re.compile(r"-[a-z]*c")  # what is behind it is a command
 _NUMBER = re.compile(r"-\d+(\.\d+)?")  # below 0: a value, and no flag
 _TELLING = [
     VLLM_NAMES[name]
@@ -92,6 +94,9 @@ def read_command(file: SourceFile) -> EngineSettings:
     whole = read_document(file)
     try:
         words = shlex.split(whole.replace("\\\n", " "), comments=True)
+        # what a shell is given to run, as bash -c '…'
+        given = {word for last, word in pairwise(words) if _SHELL.fullmatch(last) and is_command(word)}
+        words = [part for word in words for part in (shlex.split(word, True) if word in given else [word])]
     except ValueError as error:
         raise TraceError(file.path, None, None, f"no shell command: {error}") from error
     found = _by_line(file, settings_of_words, words)

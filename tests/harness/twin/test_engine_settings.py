@@ -60,6 +60,20 @@ def test_what_stands_behind_the_server_s_command_is_not_its_settings(tmp_path: P
     assert found.prefix_caching is True
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        'nohup bash -c "vllm serve m --max-num-seqs 8" &\n',
+        "docker run image sh -lc 'export A=1 && exec vllm serve m \\\n --max-num-seqs 8'\n",
+        "taskset -c 0-3 vllm serve m --max-num-seqs 8\n",
+        "echo 'now vllm serve m'; vllm serve m --max-num-seqs 8\n",
+    ],
+)
+def test_a_command_that_a_shell_is_given_is_read(tmp_path: Path, line: str) -> None:
+    found = settings(tmp_path, "serve.sh", line)
+    assert (found.model, found.max_running) == ("m", 8)
+
+
 def test_two_servers_in_one_file_are_refused(tmp_path: Path) -> None:
     """The model of the first had the limits of the second."""
     said = refusal(
@@ -482,10 +496,10 @@ def test_a_log_over_the_end_of_february_has_the_29th_only_where_a_line_has_it(
     tmp_path: Path, times: list[str], gaps: list[int]
 ) -> None:
     (tmp_path / "server.log").write_text("".join(STATE.format(time, 1) for time in times))
-    series = read_server_log(open_source(tmp_path / "server.log"))[1]
+    _, series, notes = read_server_log(open_source(tmp_path / "server.log"))
     assert series is not None
     assert np.diff(series.at_s).tolist() == gaps
-    assert (series.began_s is None) == (gaps == [10, 10])
+    assert (series.began_s is None) == (gaps == [10, 10]) == ("no leap year" in " ".join(notes))
 
 
 def test_the_ranks_of_sglangs_data_parallelism_are_added_up(tmp_path: Path) -> None:
