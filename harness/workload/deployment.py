@@ -374,7 +374,8 @@ def max_position(model: ModelConfig) -> int:
     facts = CheckpointFacts(model.path)
     longest = facts.maybe("model_max_length", *names) or facts.number(*names)  # the first is Command R's own
     rope = facts.written("rope_parameters") or facts.written("rope_scaling")
-    whole = [rope, *rope.values()] if isinstance(rope, dict) else []  # one, or one for each kind of layers
+    labels = facts.get("layer_types") or ()  # without them, one for each kind of layers is none for any
+    whole = [rope, *(one for name, one in rope.items() if name in labels)] if isinstance(rope, dict) else []
     kinds = {
         one.get("rope_type", one.get("type")): one.get("factor") for one in whole if isinstance(one, dict)
     }

@@ -552,6 +552,7 @@ STRETCHED = [
     (by_layers(LINEAR, PLAIN), 65536),
     (by_layers(LINEAR, {**LINEAR, "factor": 2.0}), 16384),  # the last one's
     (by_layers(PLAIN, {**LINEAR, "rope_type": "dynamic"}), 65536),
+    ({"rope_parameters": {"full_attention": LINEAR}}, 8192),  # a llama's layers have no kinds
 ]
 LONGEST = """
 import json, sys
