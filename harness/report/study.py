@@ -7,7 +7,7 @@ value is shown.
 
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -146,11 +146,12 @@ class Study:
 _NOT_SHOWN = PointRecord()  # stands for a point that the study leaves out
 
 
-def read_study(root: Path, *, shown_only: bool = False) -> Study:
+def read_study(root: Path, *, shown_only: bool = False, where: Collection[str] = ()) -> Study:
     """Read the points of the store's last sweep, or all points if the store has no manifest.
 
     Of more than `MOST_WHOLE` points the study holds a grid, and the counts of all. With `shown_only` the others are not
-    looked at; `EveryRecord` reads them later, and corrects the study.
+    looked at; `EveryRecord` reads them later, and corrects the study. Points that have all settings of `where`
+    (`key=value`) are shown beside the grid, or a grid of their own.
 
     Raises:
         ReportError: the store has neither a record nor a failure.
@@ -160,7 +161,8 @@ def read_study(root: Path, *, shown_only: bool = False) -> Study:
     asked = {point.fingerprint: point.overrides for point in manifest.points} if manifest else {}
     found = set(point_names(root))
     there = {key: asked[key] for key in asked if key in found and os.path.exists(Layout(root).record(key))}
-    shown = set(shown_points(there, MOST_WHOLE, MOST_SHOWN))
+    held = {key: words for key, words in there.items() if where and {*where} <= {*words}}
+    shown = {name for some in (there, held) for name in shown_points(some, MOST_WHOLE, MOST_SHOWN)}
     later = there.keys() - shown if shown_only else set()
     unfinished: dict[str, str] = {}
 

@@ -324,7 +324,7 @@ def write_chosen_figure(
         ReportError: a setting is not swept or a metric is unknown (the message lists what is allowed), no point fits
             `where`, or the files cannot be written.
     """
-    study = read_study(store_root)
+    study = read_study(store_root, where=[f"{key}={value}" for key, value in choice.where.items()])
     chosen, axes = _check_choice(study, choice)
     layout = curves.FacetLayout(choice.x, choice.hue, choice.col, tuple(choice.metrics))
     if layout.hue in _POLICIES:

@@ -101,6 +101,17 @@ def test_the_table_of_points_has_the_figures_of_all_points_that_a_small_report_h
     assert found == small
 
 
+def test_points_of_an_asked_value_are_shown_beside_the_grid(reported: Path) -> None:
+    """`report --x … --where KEY=VALUE` refused a value that the grid leaves out."""
+    manifest = read_manifest(reported)
+    assert manifest is not None
+    shown = {record.fingerprint for record in read_study(reported).records}
+    left = next(point.overrides[0] for point in manifest.points if point.fingerprint not in shown)
+    held = {point.fingerprint for point in manifest.points if left in point.overrides}
+    assert not held <= shown
+    assert held | shown == {record.fingerprint for record in read_study(reported, where=[left]).records}
+
+
 def test_the_table_of_points_begins_with_the_settings_of_each(reported: Path) -> None:
     wide = pd.read_csv(reported / "report" / "figures" / "points_wide.csv")
     assert set(wide["cache.block_size"]) >= {8, 16, 32}
