@@ -160,21 +160,18 @@ def _run(
     rows = [row for row in measured if row["folder"] == name or row["folder"].startswith(f"{name}-")]
     if not rows:
         raise UserError(f"measured_by_stage.csv has no row of {name}, which specifications.json describes")
+    if (last := max(int(row["stage_index"]) for row in rows)) >= len(stages):
+        raise UserError(
+            f"measured_by_stage.csv has stage {last} of {name}, which specifications.json has not"
+        )
     found: dict[str, dict[tuple[int, str], float]] = {}
     for row in others:
         if row["experiment"] == name and int(row["stage_index"]) >= 0 and row["metric_name"] in FIGURES:
             place_of = int(row["stage_index"]), row["metric_name"]
             found.setdefault(row["simulator"], {})[place_of] = float(row["predicted"])
+    sent = tuple(stages), counts[0], counts[1], tokens[0], tokens[1], tokens[2]
     return StagedRun(
-        name,
-        model,
-        words,
-        tuple(stages),
-        counts[0],
-        counts[1],
-        tokens[0],
-        tokens[1],
-        tokens[2],
+        *(name, model, words, *sent),
         measured={
             (int(row["stage_index"]), figure): float(row[figure])
             for row in rows

@@ -95,6 +95,13 @@ def test_the_rows_have_the_errors_of_all_simulators_by_stage(
     ]
 
 
+def test_a_measured_stage_that_is_not_specified_is_refused(table: Path) -> None:
+    with (table / "measured_by_stage.csv").open("a") as file:
+        file.write("7-llama,2,200,210,220,40\n")
+    with pytest.raises(UserError, match=r"has stage 2 of 7, which specifications\.json has not"):
+        stage_table.read_staged_runs(table)
+
+
 def test_a_specification_without_a_length_is_placed(tmp_path: Path) -> None:
     shared = {key: value for key, value in SHARED.items() if key != "question_len"}
     workload = {"inference_perf": {"shared_prefix": shared, "stages": []}}
