@@ -8,14 +8,15 @@ Where no library multiplies bfloat16 (AVX2), C does, several times faster than t
 panel by panel, and its sums have an order of their own. The gate and the up layer of an MLP become one product, and C
 computes silu(gate) * up of it in one pass. In float32 the many rows of a prefill are multiplied by the weights as they
 are, unless a short probe finds that MKL does not use all of this CPU; another one asks whether C is faster for one row.
-The middle of an MLP lies in memory that is kept: new memory of tens of megabytes would be cleared by the operating
-system at every call.
+The middle of an MLP lies in memory that is kept, and glibc is told to keep what is freed: new memory of tens of
+megabytes would be cleared by the operating system at every call.
 
 transformers rotates q and k with a function of the model's file, in about ten passes over memory. An attention module
 gets its own `forward` with another function in that place, in one pass of C. Everything else keeps its
 function. The function is replaced only if both give the same numbers for random input.
 """
 
+import ctypes
 import logging
 import math
 import threading
@@ -55,6 +56,7 @@ _PROBE_ROUNDS = 7
 _WINS = 1.1  # by so much another product must be faster than MKL's at all of these rows
 _SMALL_WEIGHT_BYTES = 4 << 20  # about the cache of one core; a larger weight is read best in oneDNN's blocks
 _SMALL_SHARE = 0.25  # of the free memory: larger packed copies are made only if the options say so
+_KEPT_BYTES = 256 << 20  # of a block that glibc keeps for the next call, and of all that it keeps at the end
 _NORM_FUNCTIONS = {torch.float32: "rms_norm_f32", torch.bfloat16: "rms_norm_bf16"}
 _PRODUCT_FUNCTIONS = {torch.float32: "product_f32", torch.bfloat16: "product_bf16"}
 _SILU_MUL_FUNCTIONS = {torch.float32: "silu_mul_f32", torch.bfloat16: "silu_mul_bf16"}
@@ -261,9 +263,19 @@ def replace_layers(model: Any) -> int:
 
     Returns the number of replaced modules. A second call changes nothing and returns 0.
     """
+    _keep_freed_memory()
     replaced = [module for module in model.modules() if "forward" not in vars(module) and _replace(module)]
     pack_linears(model)
     return len(replaced)
+
+
+@cache
+def _keep_freed_memory() -> None:
+    """Let glibc keep freed blocks for the next call; by itself it gives back those above 32 MB, at most."""
+    libc = ctypes.CDLL(None)
+    for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD of malloc.h
+        if hasattr(libc, "mallopt"):  # another C library has none
+            libc.mallopt(parameter, _KEPT_BYTES)
 
 
 def restore_layers(model: Any) -> None:
