@@ -150,8 +150,7 @@ class CudaRecorder:
 
 def graph_sizes(most: int) -> list[int]:
     """Batch sizes that are recorded: 1, 2, 4, 8, multiples of 16, and the largest batch `most`."""
-    sizes = [size for size in (1, 2, 4, 8) if size < most] + list(range(16, most, 16))
-    return [*sizes, most]
+    return [size for size in (1, 2, 4, 8) if size < most] + [*range(16, most, 16), most]
 
 
 class DecodeGraphs:

@@ -161,8 +161,7 @@ class _RayDriver:
         room = max(1, int(_AHEAD * _cores() / self.sweep.points[0].config.execute.cpus))
         while self.queue and len(self.running) < room:
             point = self.queue.popleft()
-            reference = task.remote(point.config, point.fingerprint, self.runner, self.identity)
-            self.running[reference] = point
+            self.running[task.remote(point.config, point.fingerprint, self.runner, self.identity)] = point
 
     def _take(self, reference: Any) -> Done | None:
         """Commit a result, or store a failure; None for a point that was lost and runs again."""

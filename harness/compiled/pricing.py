@@ -28,8 +28,7 @@ def prices_of(cost: CostModel) -> Prices | None:
         paced = prices_of(cost.cost)
         return None if paced is None else paced._replace(ratio=paced.ratio * cost.ratio)
     if type(cost) is roofline.RooflineCost:
-        none = np.zeros(0, dtype=np.int64)
-        return Prices(ROOFLINE, np.array(cost.rates), none, 0, 1.0, cost.reading)
+        return Prices(ROOFLINE, np.array(cost.rates), np.zeros(0, dtype=np.int64), 0, 1.0, cost.reading)
     if type(cost) is FittedCost:
         terms = [*cost.attention_terms, *cost.rest_terms]
         columns = np.array([column for column, _ in terms], dtype=np.int64)

@@ -156,5 +156,4 @@ class FixedDurations(AroundEngine):
 
     def as_measured(self, log: RunLog) -> RunLog:
         """The log with the engine's own step durations; times of requests still follow the given durations."""
-        seconds = to_s(np.array(self._own_ns, dtype=np.int64))
-        return replace(log, steps={**log.steps, "seconds": seconds})
+        return replace(log, steps={**log.steps, "seconds": to_s(np.array(self._own_ns, dtype=np.int64))})

@@ -57,8 +57,7 @@ def weighted_quantiles(values: FloatArray, weights: FloatArray, levels: FloatArr
     position = levels * (ends[-1] - 1)
     low = ranked[np.searchsorted(ends, np.floor(position), side="right")]
     high = ranked[np.searchsorted(ends, np.ceil(position), side="right")]
-    fraction = position - np.floor(position)
-    return np.asarray(low + (high - low) * fraction, dtype=np.float64)
+    return np.asarray(low + (high - low) * (position - np.floor(position)), dtype=np.float64)
 
 
 class Samples(Protocol):

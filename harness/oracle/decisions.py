@@ -209,7 +209,6 @@ class _Tables:
                     return "a free block", f"the block that stands for our {before}, which a request holds"
                 self._theirs_of.pop(before, None)
             self._ours_of[other], self._theirs_of[mine] = mine, other
-        table = self._tables.setdefault(request, [])
-        table += ours
+        self._tables.setdefault(request, []).extend(ours)
         self._holders.update(ours)
         return None

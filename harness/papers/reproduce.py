@@ -222,6 +222,5 @@ def _curves(found: Experiment, grids: Grids) -> Mapping[str, Sequence[tuple[floa
     for record in grids[grid]:
         varying = dict(word.split("=", 1) for word in record.label.split())
         x = float(varying.pop(key))
-        name = ", ".join(varying.values())
-        lines.setdefault(name, []).append((x, float(record.simulated[metric])))
+        lines.setdefault(", ".join(varying.values()), []).append((x, float(record.simulated[metric])))
     return lines

@@ -188,8 +188,7 @@ def pieces_of(
 def first_written(layout: StepLayout, group: KVGroup) -> IntArray:
     """The pages that a step writes and none before it: those that no piece reads and writes."""
     pieces = pieces_of(layout, group.block_size, aligned=group.aligned)
-    pages = [piece.targets[piece.targets != piece.sources] for piece in pieces]
-    return np.concatenate(pages)
+    return np.concatenate([piece.targets[piece.targets != piece.sources] for piece in pieces])
 
 
 class StateStep:
