@@ -149,7 +149,10 @@ enum { FOUR = 4 };
                 vec kept[FOUR] = {{0}};                                                                              \
                 for (int64_t i = 0; i < in; i += LANES) {                                                            \
                     const vec mine = LOAD(x + r * in + i);                                                           \
-                    for (int j = 0; j < FOUR; j++) kept[j] += LOAD(weight + (o + j) * in + i) * mine;                \
+                    for (int j = 0; j < FOUR; j++) {                                                                 \
+                        __builtin_prefetch(weight + (o + FOUR + j) * in + i);                                        \
+                        kept[j] += LOAD(weight + (o + j) * in + i) * mine;                                           \
+                    }                                                                                                \
                 }                                                                                                    \
                 for (int j = 0; j < FOUR; j++)                                                                       \
                     result[r * out + o + j] = ROUND(sum(kept[j]) + (bias ? WIDEN(bias[o + j]) : 0));                 \

@@ -3,6 +3,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 enum { LANES = 16 };
@@ -16,8 +19,15 @@ typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2)));
 
 static inline vec load_f32(const float *from) { return *(const vec *)from; }
 
+/* gcc converts by halves, in three times the instructions, where it is not given the instruction. */
 static inline vec load_bf16(const uint16_t *from) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)), 16);
+#elif defined(__AVX2__)
+    return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)), 16);
+#else
     return (vec)(__builtin_convertvector(*(const halves *)from, words) << 16);
+#endif
 }
 
 /* Round to nearest, ties to even, as torch does. The result is the upper half of every number; the lower half is 0. */
