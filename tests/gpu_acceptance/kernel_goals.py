@@ -274,9 +274,11 @@ def _published_shape(case: TimedCase) -> bool:
 
 
 def _device_word(case: TimedCase) -> str | None:
-    """The word of the device's name by which `RATES` and the published shares are found."""
-    words = str(case.ours.get("device", "")).upper().split()
-    return next((word for word in RATES if word in words), None)
+    """The device by whose name `RATES` and the published shares are found; None for any other."""
+    from harness.twin.configured import preset_of_device
+
+    preset = preset_of_device(str(case.ours.get("device", "")))  # an H100 PCIe has other rates
+    return next((word for word in RATES if word.lower() == preset), None)
 
 
 def _over_public_decode(case: TimedCase) -> float | None:

@@ -5,7 +5,6 @@ When its time is over, the whole group is ended. Otherwise a benchmark would sti
 """
 
 import os
-import re
 import signal
 import subprocess
 import time
@@ -53,16 +52,17 @@ def device_folder(names: Sequence[str]) -> str:
 def device_overrides(names: Sequence[str]) -> tuple[str, ...]:
     """The overrides that describe this GPU. Its memory sizes the simulated pool.
 
-    A GPU without a description of its own takes the H100's under its own name, so that no record calls it an H100.
-    Without a GPU they are the H100's, for a rehearsal.
+    The preset is that of `twin`, by the driver's name. A GPU without one, as each slower variant of a card, takes the
+    H100's under its own name, so that no record calls it an H100, or a card of that name. Without a GPU they are the
+    H100's, for a rehearsal.
     """
-    words = re.findall(r"[a-z0-9]+", names[0].lower()) if names else ["h100"]
-    known = {"h200": "h200", "h100": "h100", "a100": "a100_40gb" if "40gb" in words else "a100_80gb"}
-    option = next((option for word, option in known.items() if word in words), None)
-    if option and "pcie" not in words:
+    from harness.twin.configured import preset_of_device  # after the packages that it imports were looked for
+
+    option = preset_of_device(names[0]) if names else "h100"
+    if option:
         return (f"device={option}",)
-    own = next((word for word in words if any(map(str.isdigit, word))), words[-1])
-    return ("device=h100", f"device.name={own}{'_pcie' if 'pcie' in words else ''}")
+    own = device_folder(names).removeprefix("nvidia-").replace("-", "_")
+    return ("device=h100", f"device.name={own}")
 
 
 def check_gpu() -> Sequence[str]:

@@ -368,7 +368,10 @@ def test_decode_is_shown_beside_the_static_model() -> None:
 
 def test_shapes_and_devices_without_a_published_time_are_not_compared() -> None:
     others = cases(
-        row(WIDE, "paged", 10, device="NVIDIA A100-SXM4-80GB"),
+        *(
+            row(WIDE, "paged", 10, **{**H200, "device": f"NVIDIA {name}"})
+            for name in ("A100-SXM4-80GB", "H200 NVL", "H100 PCIe")
+        ),
         row(replace(WIDE, context=8192), "paged", 10, **H200),
         row(replace(WIDE, dtype="fp16"), "paged", 10, **H200),
     )

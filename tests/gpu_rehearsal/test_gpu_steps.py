@@ -329,12 +329,17 @@ def test_all_missing_packages_are_named_at_once(monkeypatch: pytest.MonkeyPatch)
         ("NVIDIA H200", "nvidia-h200", ("device=h200",)),
         ("NVIDIA H100 80GB HBM3", "nvidia-h100-80gb-hbm3", ("device=h100",)),
         ("NVIDIA A100-SXM4-80GB", "nvidia-a100-sxm4-80gb", ("device=a100_80gb",)),
-        ("NVIDIA A100-PCIE-40GB", "nvidia-a100-pcie-40gb", ("device=h100", "device.name=a100_pcie")),
+        ("NVIDIA A100-PCIE-40GB", "nvidia-a100-pcie-40gb", ("device=h100", "device.name=a100_pcie_40gb")),
         ("NVIDIA A100-SXM4-40GB", "nvidia-a100-sxm4-40gb", ("device=a100_40gb",)),
-        ("NVIDIA GH200 480GB", "nvidia-gh200-480gb", ("device=h100", "device.name=gh200")),
-        ("NVIDIA L40S", "nvidia-l40s", ("device=h100", "device.name=l40s")),
-        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090", ("device=h100", "device.name=4090")),
+        ("NVIDIA GH200 480GB", "nvidia-gh200-480gb", ("device=h100", "device.name=gh200_480gb")),
+        ("NVIDIA L40S", "nvidia-l40s", ("device=l40s",)),
+        ("NVIDIA B200", "nvidia-b200", ("device=b200",)),
+        ("NVIDIA H200 NVL", "nvidia-h200-nvl", ("device=h100", "device.name=h200_nvl")),
+        ("NVIDIA H100 PCIe", "nvidia-h100-pcie", ("device=h100", "device.name=h100_pcie")),
+        ("NVIDIA GeForce RTX 4090", "nvidia-geforce-rtx-4090", ("device=rtx4090",)),
+        ("", "no-gpu", ("device=h100",)),
     ],
 )
 def test_a_device_has_a_folder_and_a_description(name: str, folder: str, overrides: tuple[str, ...]) -> None:
-    assert (device_folder([name]), device_overrides([name])) == (folder, overrides)
+    names = [name] if name else []
+    assert (device_folder(names), device_overrides(names)) == (folder, overrides)
