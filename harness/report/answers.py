@@ -128,7 +128,8 @@ def value(record: PointRecord, metric: str) -> float | None:
     return record.value(metric, "measured" if record.measured else "simulated")
 
 
-def _side(records: Sequence[PointRecord]) -> str:
+def sides(records: Sequence[PointRecord]) -> str:
+    """Whether figures of these points are measured, predicted, or measured where the point was."""
     measured = sum(bool(record.measured) for record in records)
     if not measured:
         return "predicted"
@@ -177,7 +178,7 @@ def _against_baselines(study: Study, axes: Axes) -> Iterator[Answer]:
         if held is not None:
             memory = replace(held, middle=1 / held.middle, low=1 / held.high, high=1 / held.low)
             text += f", and allocates {memory} the memory for the same tokens"
-        text += f" (medians over {_matched(served.pairs)}, {_side([one for pair in pairs for one in pair])})."
+        text += f" (medians over {_matched(served.pairs)}, {sides([one for pair in pairs for one in pair])})."
         value = ("paged" if served.middle > 1 else name) if served.sure else "either"
         other = f"{name} ({RESERVES[name]})" if name in RESERVES else name
         effect = (
@@ -366,7 +367,7 @@ def _along(
     pairs = _paired(groups, key, high, low)
     text, choice = words(pairs, low, high) if pairs else ("", None)
     if text:
-        text += f" ({_matched(len(pairs))}, {_side([one for pair in pairs for one in pair])})."
+        text += f" ({_matched(len(pairs))}, {sides([one for pair in pairs for one in pair])})."
         choice = choice and replace(choice, setting=f"{choice.setting} {short_label(key).lower()}")
         yield Answer(key, question, text, "curve_" + key.replace(".", "_"), choice=choice)
 

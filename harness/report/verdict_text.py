@@ -15,7 +15,7 @@ from harness.metrics import HEADLINE, KEEPS_MORE, METRICS, Metric
 from harness.metrics.record import PointRecord
 from harness.metrics.verdict import TIMES, ClassVerdict, Trust, Verdict, judge, median_interval
 from harness.report import numbers
-from harness.report.answers import Answer, Choice, Pair, answers, differs, value
+from harness.report.answers import Answer, Choice, Pair, answers, differs, sides, value
 from harness.report.axes import differing, find_axes, plain_words
 from harness.report.study import ReportError, Study, read_study
 
@@ -428,13 +428,13 @@ def _change(name: str, pair: Pair) -> float | None:
 
 
 def _changed(name: str, pairs: Sequence[Pair]) -> Change | None:
-    found = [change for pair in pairs if (change := _change(name, pair)) is not None]
+    found = [(change, pair[0]) for pair in pairs if (change := _change(name, pair)) is not None]
     if not found:
         return None
-    low, high = median_interval(found) or (min(found), max(found))
+    shifts, records = zip(*found, strict=True)
+    low, high = median_interval(shifts) or (min(shifts), max(shifts))
     clear = sum(differs(*pair, name) for pair in pairs)
-    side = "measured" if any(pair[0].measured for pair in pairs) else "predicted"
-    return Change(METRICS[name], median(found), low, high, clear, len(found), side)
+    return Change(METRICS[name], median(shifts), low, high, clear, len(found), sides(records))
 
 
 def _largest(pairs: Sequence[Pair]) -> Iterator[str]:

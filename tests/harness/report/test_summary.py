@@ -33,6 +33,15 @@ def test_a_change_beyond_the_spread_is_counted_with_its_bounds(tmp_path: Path) -
     assert "* request throughput +20.0 % at block size" in text
 
 
+def test_a_change_over_measured_and_predicted_points_is_not_called_measured(tmp_path: Path) -> None:
+    for name, value in (("new", 12.0), ("old", 10.0)):
+        for size, measured in ((8, True), (16, False)):
+            point = {"cache.policy": "paged", "cache.block_size": size}
+            write_point(tmp_path / name, point, measure=measured, comparison=[row(value)])
+    rows, _ = changes(tmp_path / "new", tmp_path / "old")
+    assert [one.side for one in rows] == ["measured where it was"]
+
+
 def test_a_change_within_the_spread_is_no_change(tmp_path: Path) -> None:
     text = "\n".join(change_lines(store(tmp_path / "new", 12.0, 0.5), store(tmp_path / "old", 10.0, 0.5)))
     assert "| 0 of 3 |" in text
