@@ -141,14 +141,17 @@ def points_table(records: Sequence[PointRecord], axes: Axes) -> Table:
 
 
 def latex_files(records: Sequence[PointRecord], axes: Axes, verdict: Verdict) -> dict[str, bytes]:
-    """The tables of a paper by file name: the points (at most 12, spread evenly), and the errors by class."""
+    """The tables of a paper by file name: points (at most 12, spread evenly; below, of how many), errors by class."""
     points = points_table(records, axes)
-    titles = [title for title, span in points.groups for _ in range(span)]
-    both = list(zip(titles, points.head, strict=True))
+    both = list(zip((title for title, span in points.groups for _ in range(span)), points.head, strict=True))
     # errors.tex has them
     printed = [place for place, (_, side) in enumerate(both) if side != _SHORT["error"]]
     rows = [[row[place] for place in printed] for row in spread(points.rows, _MOST_PRINTED)]
-    files = {LATEX[0]: latex_table([both[place] for place in printed], rows, points.words)}
+    table, of_all = latex_table([both[place] for place in printed], rows, points.words), "\\bottomrule\n"
+    if len(rows) < len(records):
+        shown = f"{len(rows)} of {len(records):,} points, spread evenly"
+        of_all += f"\\multicolumn{{{len(printed)}}}{{l}}{{{shown}}} \\\\\n"
+    files = {LATEX[0]: table.replace(b"\\bottomrule\n", of_all.encode())}
     judged = verdict_table(verdict)
     if judged.rows:
         kept = [
@@ -170,11 +173,8 @@ def _steps_as(record: PointRecord, oracle: str) -> str:
 
 
 def _sort_key(record: PointRecord, axes: Axes) -> list[Any]:
-    values = [record.setting(key) for key in axes.values]
-    places = [
-        axes.values[key].index(v) if v in axes.values[key] else -1
-        for key, v in zip(axes.values, values, strict=True)
-    ]
+    values = ((known, record.setting(key)) for key, known in axes.values.items())
+    places = [known.index(value) if value in known else -1 for known, value in values]
     return [record.policy != "paged", record.policy, places, record.fingerprint]
 
 

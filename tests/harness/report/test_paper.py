@@ -152,6 +152,17 @@ def test_latex_has_the_rules_of_booktabs_groups_over_their_columns_and_a_cell_fo
     assert [row.count("&") for row in body] == [2, 2]
 
 
+def test_a_table_of_a_paper_says_below_of_how_many_points_it_shows_twelve(tmp_path: Path) -> None:
+    few = read_study(write_store(tmp_path, grid({"cache.block_size": (8, 16)}))).records
+    whole, part = (
+        latex_files(some, find_axes(few), judge(few))["points.tex"].decode() for some in (few, [*few] * 500)
+    )
+    assert "\\bottomrule\n\\end{tabular}" in whole
+    assert re.search(
+        r"\\bottomrule\n\\multicolumn\{\d+\}\{l\}\{12 of 1,500 points, spread evenly\} \\\\\n", part
+    )
+
+
 @pytest.mark.nightly
 def test_the_table_of_a_paper_has_units_few_digits_and_twelve_rows(tmp_path: Path) -> None:
     axes = {
