@@ -187,11 +187,11 @@ _COUNTS = (
     Metric("preemptions", "preemptions", "requests", "times that a request lost its blocks", "lower",
            total="preemptions"),
     Metric("running_mean", "running requests, mean", "requests",
-           "requests in the batch (of one replica, in the mean), time-weighted", "higher"),
+           "requests in the batch (mean of replicas), weighted by seconds of steps: idle time is left out", "higher"),
     Metric("running_peak", "running requests, peak", "requests",
            "most requests in the batch of a replica at once", "higher", total="running_peak"),
     Metric("waiting_mean", "waiting requests, mean", "requests",
-           "requests in the queue (of one replica, in the mean), time-weighted", "lower"),
+           "requests in the queue (mean of replicas), weighted by seconds of steps: idle time is left out", "lower"),
 )  # fmt: skip
 
 _TIME = (

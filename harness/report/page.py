@@ -324,7 +324,7 @@ def _table_section(study: Study, axes: Axes) -> Section:
         "Every number",
         [
             "All metrics of all points are in figures/points.csv (of a large sweep: points_wide.csv), and in the "
-            "store's summary.parquet. Shares of slots and bytes are time-weighted."
+            "store's summary.parquet. Shares of slots and bytes are weighted by seconds of steps, without idle time."
         ],
         parts=[
             Section("points", "Points", tables=[tables.points_table(study.records, axes), *detail]),

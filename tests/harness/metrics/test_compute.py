@@ -196,7 +196,9 @@ def test_littles_law_holds_where_arrivals_fall_on_steps(make_log, stays):
         "output_tokens": stay,
     }
     figures = compute_metrics(make_log(steps=steps, requests=requests, span=float(end)))
-    in_system = (figures["running_mean"] + figures["waiting_mean"]) * figures["busy_share"]
+    names = ("running_mean", "waiting_mean")
+    assert all("idle time is left out" in METRICS[name].definition for name in names)
+    in_system = sum(figures[name] for name in names) * figures["busy_share"]
     assert in_system == pytest.approx(figures["request_throughput"] * figures["e2e_mean"])
 
 
