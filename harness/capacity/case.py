@@ -270,10 +270,9 @@ class LoadCase:
     @property
     def draws(self) -> bool:
         """Whether another seed gives other requests or arrivals."""
-        config = self.config
-        drawn = config.replay.mode in (ReplayMode.poisson, ReplayMode.gamma)
-        made = config.trace.format is TraceFormat.generated or config.workload.prefix_share is not None
-        return self.recorded is None and (drawn or made)
+        trace, mode, share = self.config.trace, self.config.replay.mode, self.config.workload.prefix_share
+        drawn = mode in (ReplayMode.poisson, ReplayMode.gamma) or share is not None
+        return self.recorded is None and (drawn or trace.format is TraceFormat.generated)
 
     @property
     def has_ends(self) -> bool:
@@ -356,13 +355,17 @@ class LoadCase:
         return self._kept(trial)
 
     def _kept(self, trial: Trial) -> Trial:
-        if not any(one is trial for one in self.made):
-            self.made.append(trial)
+        self.made += [] if any(one is trial for one in self.made) else [trial]
         return trial
 
     @cached_property
     def _least_span_s(self) -> float:
-        """So long must requests arrive that a load above what is served breaks a bound on latency."""
+        """So long must requests arrive that a load above what is served breaks a bound on latency.
+
+        Raises UserError for a bound on the span, which is longer the longer they arrive.
+        """
+        if any(goal.metric == "span" for goal in self.slo):
+            raise UserError("--slo: the span of a load at a rate is that of its arrivals; bound e2e_p99")
         bounds = [goal.bound for goal in self.slo if goal.upper and goal.metric in LATENCIES]
         return max(bounds, default=0.0) / _SHOWN_EXCESS
 

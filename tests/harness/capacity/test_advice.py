@@ -32,6 +32,7 @@ from harness.cli.main import main
 from harness.cli.workload import case_of as source_case
 from harness.config import groups as option_groups
 from harness.config.compose import TOY_MODELS, compose_config
+from harness.config.errors import UserError
 from harness.config.overrides import parse_overrides
 from harness.config.values import replaced
 from harness.metrics.compute import compute_metrics
@@ -346,6 +347,14 @@ def test_requests_of_a_client_that_holds_them_back_are_sent_once(tmp_path: Path)
     """Four of forty are in the server at all times, and no load that falls hides a queue."""
     case = case_of(write(tmp_path, 0, 200, 20, 40, 1.0), "replay.mode=closed", "replay.users=4")
     assert case.run().outcome["finished"] == 40
+
+
+def test_a_bound_on_the_span_is_refused_where_the_load_is_sent_at_a_rate(tmp_path: Path) -> None:
+    """A load of 39 s was sent thirty times under span<60, and broke it with 1,200 s."""
+    file = write(tmp_path, 0, 200, 20, 40, 1.0)
+    assert case_of(file, "replay.mode=offline", slo="span<60").run().met
+    with pytest.raises(UserError, match="--slo: the span of a load at a rate is that of its arrivals"):
+        case_of(file, slo="span<60").run()
 
 
 def test_flags_beside_a_figure_that_no_run_has_change_nothing(
