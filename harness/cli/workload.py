@@ -33,8 +33,9 @@ example:
 
 _ADVISE = """\
 SOURCE is a trace file of any readable format, a folder with a deployment's log (as for twin), a folder that twin has
-written (its requests; name model and device again), or a store of a sweep (its first point). Overrides (key=value) say
-the rest. Requests are simulated at their own times; nothing is measured, but with --measure N: there several values of
+written (its requests; name model and device again), or a store of a sweep (its first point, whose workload is kept:
+workload=as_recorded takes its whole trace). Overrides (key=value) say the rest. Requests of traces and logs are
+simulated at their own times; nothing is measured, but with --measure N: there several values of
 a setting (scheduler.max_running=32,64,128) span a grid, all its cells are predicted, at most N measured (engine=cpu or
 engine=vllm), and the best is named with its regret, how much worse it may be than the best of all.
 With --tokenizer DIR SOURCE is a log of chat requests as clients send them (JSON lines with messages, and tools, user,
@@ -313,7 +314,7 @@ def _source(source: Path, words: list[str]) -> _Source:
     from harness.sweep.plan import run_request
 
     if source.is_file():
-        return _of_trace(["trace=file", f"trace.path={source}", *words])
+        return _of_trace(_whole(["trace=file", f"trace.path={source}", *words]))
     if (source / "points").is_dir():
         records = read_store(source).records
         if not records:
@@ -325,7 +326,7 @@ def _source(source: Path, words: list[str]) -> _Source:
         return _of_trace([*of_a_file(kept, f"the record of {name} in {source}", source), *words])
     written = source / "workload.jsonl"
     if written.is_file() and ((source / "summary.md").is_file() or len(list(source.iterdir())) == 1):
-        return _of_trace(["trace=pagetwin", f"trace.path={written}", *words])
+        return _of_trace(_whole(["trace=pagetwin", f"trace.path={written}", *words]))
     from harness.twin.configured import configured
     from harness.twin.reading import read_engine_log
     from harness.twin.what_ifs import measured_figures
@@ -341,7 +342,6 @@ def _source(source: Path, words: list[str]) -> _Source:
 
 
 def _of_trace(words: list[str]) -> _Source:
-    words = _whole(words)
     return _Source(_with_groups(_simulation(words, "advice is for"), words))
 
 

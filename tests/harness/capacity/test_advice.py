@@ -569,6 +569,23 @@ def test_a_store_gives_its_trace_and_its_settings(tmp_path: Path, capsys: pytest
     assert "in whole match units of 32 tokens" in shown
 
 
+def test_a_store_gives_the_workload_of_its_first_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole trace at its own times and lengths was taken instead, and only its size was said."""
+    words = ["trace=sosp23_alpaca", "model=llama3_8b", "device=h100", "workload.length_scale=0.5"]
+    (tmp_path / "points").mkdir()
+    monkeypatch.setattr(
+        "harness.store.commit.read_store", lambda root: StoreContent({"point": PointRecord(overrides=words)})
+    )
+    own, whole = (
+        source_case(tmp_path, asked, parse_slo(SLO)).case.config.workload
+        for asked in ([], ["workload=as_recorded"])
+    )
+    assert (own.num_requests, own.request_rate, own.length_scale) == (32, 40.0, 0.5)
+    assert (whole.num_requests, whole.request_rate) == (None, None)
+
+
 def test_a_class_that_a_record_names_is_never_imported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
