@@ -219,6 +219,7 @@ VLLM_NAMES: Mapping[str, str] = {
     "chunked_prefill": "enable_chunked_prefill",
     "async_scheduling": "async_scheduling",
     "policy": "scheduling_policy",
+    "watermark": "watermark",
     "admit_whole_prompt": "scheduler_reserve_full_isl",
     "long_prefill_tokens": "long_prefill_token_threshold",
     "long_prefill_adaptive": "long_prefill_token_threshold_adaptive",
@@ -251,8 +252,8 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {  # names with the values that ask for n
         ("enable_return_routed_experts return_sampling_mask disable_sliding_window", (False,)),
         ("task runner", (None, "auto", "generate")),
         ("convert config_format", (None, "auto", "none", "hf")),
-        ("quantization quantization_config pooler_config profiler_config", (None,)),
-        ("kv_transfer_config kv_events_config offload_params", (None,)),
+        ("quantization quantization_config pooler_config profiler_config max_num_active_seqs", (None,)),
+        ("kv_transfer_config kv_events_config offload_params num_gpu_blocks_override", (None,)),
         ("hf_overrides logits_processors mm_processor_kwargs", (None, {}, [])),
         ("limit_mm_per_prompt allowed_media_domains", (None, {}, [])),
         ("cpu_offload_gb offload_group_size", (0,)),
@@ -293,15 +294,12 @@ def options_of(given: Mapping[str, Any]) -> EngineOptions:
             ours[_RENAMED[name]] = renamed.get(value, value) if isinstance(value, str) else value
         elif name == "enforce_eager":
             ours["cuda_graphs"] = not value if isinstance(value, bool) else value
-        elif name == "num_gpu_blocks_override":
-            if not isinstance(value, int | None):
-                raise EngineOptionError(f"{name}: {value!r} is not a whole number")
-            if value is not None and given.get("groups", GroupPages.off) != GroupPages.off:
-                raise EngineOptionError(
-                    f"{name}: a page of groups holds a part of the layers; use pool_tokens"
-                )
-            if value is not None:  # the null block is one of vLLM's
-                ours["pool_tokens"] = (value - 1) * (given.get("block_size") or EngineOptions().block_size)
+        elif name == "num_gpu_blocks_override" and value is not None:
+            if not isinstance(value, int) or value < 2:  # the null block is one of vLLM's
+                raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least 2")
+            if given.get("groups", GroupPages.off) != GroupPages.off:
+                raise EngineOptionError(f"{name}: a page of groups has part of the layers; use pool_tokens")
+            ours["pool_tokens"] = (value - 1) * (given.get("block_size") or EngineOptions().block_size)
         elif name in _WITHOUT_EFFECT:
             log.info("%s=%r has no effect here", name, value)
         elif name not in _ONLY:
@@ -327,10 +325,12 @@ def _limits(options: EngineOptions, given: dict[str, Any]) -> SchedulerLimits:
             if value not in tuple(Scheduling):
                 raise EngineOptionError(f"{name}: {value!r} is not one of {', '.join(Scheduling)}")
             given[field] = Scheduling(value)
+        elif field == "watermark" and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise EngineOptionError(f"{name}: {value!r} is not a number of at least 0 and below 1")
         elif isinstance(getattr(SchedulerLimits, field), bool):
             if not isinstance(value, bool):
                 raise EngineOptionError(f"{name}: {value!r} is not True or False")
-        elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        elif field != "watermark" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least 1")
     try:
         return SchedulerLimits(**given)

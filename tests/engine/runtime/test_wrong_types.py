@@ -195,6 +195,25 @@ def test_a_number_of_vllms_blocks_is_refused_where_a_page_holds_a_part_of_the_la
     assert options_of({"num_gpu_blocks_override": 20, "groups": "off"}).pool_tokens == 19 * 16
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("watermark", 1.0, "1.0 is not a number of at least 0 and below 1"),
+        ("watermark", "0.1", "'0.1' is not a number of at least 0"),
+        ("max_num_active_seqs", 8, "8 is not offered here, only None"),
+        ("num_gpu_blocks_override", 1, "1 is not a whole number of at least 2"),
+    ],
+)
+def test_names_of_vllm_are_no_unknown_options_and_are_refused_under_their_own_name(name, value, reason):
+    with pytest.raises(EngineOptionError, match=f"^{name}: {reason}"):
+        options_of({name: value})
+    limits = options_of(
+        {"watermark": 0.25, "max_num_active_seqs": None, "num_gpu_blocks_override": None}
+    ).limits
+    assert limits is not None
+    assert limits.watermark == 0.25
+
+
 def test_switches_a_missing_cap_and_hashes_are_taken_under_vllms_names():
     given = {"scheduler_reserve_full_isl": False, "long_prefill_token_threshold_adaptive": True}
     limits = options_of({**given, "long_prefill_token_threshold": 32}).limits
