@@ -6,6 +6,8 @@ a part of the cell alone, all normal. Their spreads are not known beforehand: ma
 explains what was measured (a Gaussian process whose covariance sums over the values that two cells share, integrated
 over its spreads). What the cells may be is drawn from that. The cell that is measured next is the one that is most
 often the best of them, and the *regret* of a choice is how much worse it is than the best, in 19 of 20 draws at most.
+
+The predictions do not follow the pace of a GPU, as those of a sweep do: a slower day is a part of the level.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
