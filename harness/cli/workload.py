@@ -71,9 +71,7 @@ def _add_capacity(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo", default=SLO, help=f"bounds on metrics; default: {SLO}")
     parser.add_argument("--find", choices=("rate", "pool", "block"), default="rate", help="default: rate")
     parser.add_argument("--seeds", type=int, default=5, help="independent searches; default: 5")
-    parser.add_argument(
-        "--precision", type=float, default=0.02, help="share at which a search stops; default: 0.02"
-    )
+    parser.add_argument("--precision", type=float, default=0.02, help="share where it stops; default: 0.02")
     sizes = f"for --find block; default: {' '.join(map(str, SIZES))}"
     parser.add_argument("--block-sizes", type=int, nargs="+", metavar="N", help=sizes)
     add_out(parser, "results/capacity")
@@ -326,7 +324,9 @@ def _source(source: Path, words: list[str]) -> _Source:
         return _of_trace([*of_a_file(kept, f"the record of {name} in {source}", source), *words])
     written = source / "workload.jsonl"
     if written.is_file() and ((source / "summary.md").is_file() or len(list(source.iterdir())) == 1):
-        return _of_trace(_whole(["trace=pagetwin", f"trace.path={written}", *words]))
+        answers = ["cache.answers=true"] if b'"output_key"' in written.read_bytes() else []  # as twin does
+        own = _whole(["trace=pagetwin", f"trace.path={written}", *answers, *words])
+        return _Source(_with_groups(_simulation(own, "advice is for"), words))
     from harness.twin.configured import configured
     from harness.twin.reading import read_engine_log
     from harness.twin.what_ifs import measured_figures

@@ -40,6 +40,7 @@ from harness.metrics.record import PointRecord
 from harness.point.cost import cost_model
 from harness.store.commit import StoreContent
 from harness.twin.configured import configured
+from harness.twin.fit import trace_bytes
 from harness.twin.prediction import predictor
 from harness.twin.reading import read_engine_log
 from harness.workload.deployment import settings_text
@@ -644,6 +645,13 @@ def test_a_log_whose_turns_go_on_behind_answers_has_its_hits_in_advise_as_in_twi
     assert "; what prompts find of earlier answers comes on top (cache.answers)" in advice.floor
     assert whole.run({"device.data_parallel": 2}, copies=1).metrics["finished"] == 40
     assert not configured(log, [*words, "cache.answers=false"]).config.cache.answers
+    (folder := tmp_path / "twin").mkdir()
+    (folder / "workload.jsonl").write_bytes(trace_bytes(log.workload))  # as twin writes it, alone
+    of_twin, without = (
+        source_case(folder, [*words, *more], parse_slo(SLO)).case for more in ([], ["cache.answers=false"])
+    )
+    assert of_twin.run(copies=1).metrics["hit_ratio"] == run["hit_ratio"]
+    assert not without.config.cache.answers
 
 
 @pytest.mark.parametrize("queued", [False, True])
