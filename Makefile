@@ -14,7 +14,7 @@ NIGHT  ?=
 FAST   := $(addprefix tests/e2e/test_,house_rules.py import_directions.py document_links.py) tests/traces tests/engine/core \
           tests/harness/test_environment.py $(addprefix tests/harness/,config metrics store cost)
 
-.PHONY: setup sweep check test nightly lint docs gpu clean
+.PHONY: setup sweep check test nightly lint docs compiled gpu clean
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
@@ -48,6 +48,11 @@ lint: $(STAMP)
 docs: $(STAMP)  # build/site; a broken link between pages fails
 	$(PY) -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
+compiled: $(STAMP)  # build/compiled: a wheel whose policy core is machine code, and the same unpacked in build/compiled/site
+	# from the source distribution: mypyc writes beside the sources, where its files would hide later changes
+	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(PY) -m build --no-isolation --outdir build/compiled
+	$(PY) -m pip install --quiet --no-index --no-deps --upgrade --target build/compiled/site build/compiled/*.whl
 
 gpu:  # no set-up: a GPU machine may have no network; PYTHON must have torch and the packages that it names
 	PYTHONPATH=.:kernels:tests:$(PYTHONPATH) $(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m gpu_acceptance.run $(if $(PART),--part $(PART)) $(if $(OUT),--out "$(OUT)") $(ARGS)

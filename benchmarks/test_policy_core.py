@@ -2,6 +2,8 @@
 
 With `PAGETWIN_VLLM=PATH/bin/python`, an interpreter that has vLLM 0.33.0, vLLM's own classes do the same work beside
 ours, in one group of the table. Each class has `fresh`, which prepares a round and is not timed, and `run`, which is.
+`make compiled`, and then `PYTHONPATH=build/compiled/site .venv/bin/pytest -n 0 -o pythonpath=build/compiled/site
+benchmarks/test_policy_core.py`, times the core in machine code.
 The yardstick is plain Python: divide by it to compare runs on machines of different speed or load.
 """
 

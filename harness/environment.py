@@ -23,7 +23,7 @@ from paged_kernels.native import why_unavailable
 # Packages that a record depends on; a change to the report or the command line makes no new points.
 _OURS = ("replay", "cost", "compiled", "workload", "oracle", "measure", "calibrate", "point", "metrics")
 ROOTS = ("engine", "traces", "paged_kernels", *(f"harness.{package}" for package in _OURS))
-SOURCES = (".py", ".c", ".h")
+SOURCES = (".py", ".c", ".h", ".so")  # ".so": the policy core, where it is compiled
 ENGINE = ("torch", "transformers")  # the extra `engine`
 SERVER = (*ENGINE, "fastapi", "uvicorn", "prometheus_client")  # the extra `serve`
 _SHARE = 0.8  # of the machine's memory: the model, its activations and Python need the rest
@@ -39,7 +39,8 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    return found
+    compiled = any(_package_folder("engine").rglob("*.so"))
+    return {**found, "policy core": "compiled" if compiled else "python"}
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:

@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
@@ -69,9 +68,13 @@ class _BlockHasher(ABC):
 
     def copy(self) -> Self:
         """An independent hasher with the same state."""
-        copied = copy(self)
-        copied.hashes = list(self.hashes)
+        copied = self._bare()
+        copied.hashes, copied._rest = list(self.hashes), self._rest
         return copied
+
+    @abstractmethod
+    def _bare(self) -> Self:
+        """A hasher of the same settings, whose chain is where this one is."""
 
 
 class PrefixHasher(_BlockHasher):
@@ -126,11 +129,10 @@ class PrefixHasher(_BlockHasher):
             self._running.update(data[start : start + self._block_bytes])
             self.hashes.append(self._running.digest())
 
-    def copy(self) -> Self:
-        """An independent hasher with the same state."""
-        copied = super().copy()
-        copied._running = self._running.copy()
-        return copied
+    def _bare(self) -> Self:
+        bare = type(self)(b"", self._block_bytes, items=self._items)
+        bare._running = self._running.copy()
+        return bare
 
 
 def _digests(running: _RunningHash, data: bytes, width: int) -> list[bytes]:
@@ -209,6 +211,7 @@ class CborHasher(_BlockHasher):
         items: ItemKeys | None = None,
     ) -> None:
         super().__init__(block_bytes, items)
+        self._settings = algorithm, block_bytes, salt, adapter, epoch, items
         seed = os.environ.get("PYTHONHASHSEED", _FIXED_SEED)
         if algorithm is not HashAlgorithm.sha256_cbor and isinstance(drawn := process_seed(), bytes):
             seed = drawn.hex()
@@ -221,6 +224,11 @@ class CborHasher(_BlockHasher):
         self._adapter = [] if adapter is None else [("lora", *adapter)]
         self._salt = [("cache_salt", salt)] if salt else []
         self._epoch = [("epoch", epoch)] if epoch else []
+
+    def _bare(self) -> Self:
+        bare = type(self)(*self._settings)
+        bare._before = self._before
+        return bare
 
     def _hash(self, data: bytes) -> None:
         size = self._block_bytes // _TOKEN_BYTES
@@ -439,7 +447,7 @@ def _token_bytes(request_id: int, token_ids: npt.NDArray[np.int64] | Sequence[in
     """The ids as four bytes each, the lowest first."""
     if isinstance(token_ids, np.ndarray):
         if (token_ids >> 31).any():  # negative, or too large: one pass finds both
-            raise _out_of_range(request_id, token_ids.min(), token_ids.max())
+            raise _out_of_range(request_id, int(token_ids.min()), int(token_ids.max()))
         return token_ids.astype("<i4").tobytes()
     try:
         # "I" refuses what is negative; three times as fast as "i" and as np.array

@@ -137,8 +137,7 @@ def load_calibration(deployment: Deployment) -> FittedCost:
     path = calibration_path(deployment)
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-        coefficients = document["coefficients_s"]
-        values = np.array([float(coefficients[name]) for name in FEATURES])
+        values = np.array([float(document["coefficients_s"][name]) for name in FEATURES])
         if not (np.isfinite(values) & (values >= 0)).all():
             raise ValueError("a coefficient is negative or no number: seconds per unit are 0 or more")
         source = CostSource(

@@ -95,8 +95,7 @@ class GroupOfPoints:
         journal.add(STARTED)
         told.cut_off.update(told.running)
         signal.signal(signal.SIGTERM, _LetGo(journal, self.limit_s))
-        ended = told.done | told.failed
-        left = [point for point in self.points if point.fingerprint not in ended]
+        left = [point for point in self.points if point.fingerprint not in told.done | told.failed]
         try:
             self._check_store()
             for point in self._committed(left):

@@ -99,6 +99,12 @@ def test_every_file_has_a_docstring() -> None:
     assert [file for file, tree in shipped().items() if not ast.get_docstring(tree)] == []
 
 
+def test_no_compiled_file_hides_a_source() -> None:
+    assert [
+        file for folder in FOLDERS for file in (ROOT / folder).rglob("*.so")
+    ] == []  # `make compiled` leaves none
+
+
 def test_no_folder_becomes_a_package_named_kernels() -> None:
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "tests" / "kernels").exists()

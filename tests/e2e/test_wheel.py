@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.store.commit import read_store
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -121,6 +123,44 @@ def test_a_sweep_is_planned_from_another_directory(python: Path, tmp_path: Path)
 
 def test_traces_are_listed_from_the_wheel(python: Path, tmp_path: Path) -> None:
     assert "azure_conv" in run(python, tmp_path, "trace", "ls")
+
+
+@pytest.mark.nightly
+def test_the_compiled_core_passes_the_tests_of_the_core_and_gives_the_records_of_python(
+    tmp_path: Path,
+) -> None:
+    """Without tests that plant a bug, which compiled classes do not take, or look into objects or docstrings."""
+    shutil.copytree(ROOT, tmp_path / "source", ignore=shutil.ignore_patterns(".*", "build", "results"))
+    building = {**os.environ, "HATCH_BUILD_HOOK_ENABLE_MYPYC": "1"}
+    source, site = tmp_path / "source", tmp_path / "site"
+    call(
+        sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path, source, env=building
+    )
+    (built,) = tmp_path.glob("pagetwin-*.whl")
+    zipfile.ZipFile(built).extractall(site)
+    assert list(site.glob("engine/core/scheduling/scheduler.*.so"))
+
+    away = {**without_paths(), "PYTHONPATH": str(site), "PAGETWIN_NIGHTLY": "0"}
+    left_out = "not (planted or notice or fingerprint or docstrings or overwritten)"
+    options = ("-o", f"pythonpath={site} tests tests/support", "-p", "no:cacheprovider", "-q", "-k", left_out)
+    call(sys.executable, "-P", "-m", "pytest", *options, "tests/engine/core", env=away, cwd=ROOT)
+
+    words = ("measure=false", "cost=roofline", "replay.compiled=never", "trace=azure_conv", "decoding=beam")
+    for out, paths in (("compiled", away), ("python", {**away, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"})):
+        call(
+            sys.executable,
+            "-P",
+            "-m",
+            "harness",
+            "run",
+            *words,
+            f"out={tmp_path / out}",
+            env=paths,
+            cwd=tmp_path,
+        )
+    (compiled,), (python,) = (read_store(tmp_path / out).records.values() for out in ("compiled", "python"))
+    assert (compiled.environment["policy core"], python.environment["policy core"]) == ("compiled", "python")
+    assert compiled.simulated == python.simulated
 
 
 def test_the_console_script_is_there(python: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from operator import itemgetter
 from random import Random
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 from engine.core.errors import CoreError, InvariantError, OutOfBlocksError
 from engine.core.identity import BlockHash
@@ -547,7 +547,8 @@ class ResidencySampler:
 
     >>> now = [0]
     >>> sampler = ResidencySampler(rate=1.0, clock=lambda: now[0])
-    >>> pool = SampledPool(1, sampler)
+    >>> pool = SampledPool(1)
+    >>> pool.sampler = sampler
     >>> block = pool.take_one()
     >>> now[0] = 3_000_000_000
     >>> pool.release([block])
@@ -606,9 +607,7 @@ class ResidencySampler:
 class SampledPool(BlockPool):
     """A block pool whose blocks are sampled. A class of its own, so that other pools pay nothing."""
 
-    def __init__(self, num_blocks: int, sampler: ResidencySampler, **options: Any) -> None:
-        super().__init__(num_blocks, **options)
-        self.sampler = sampler
+    sampler: ResidencySampler  # its owner sets it
 
     def take(self, count: int) -> list[int]:
         """As `BlockPool.take`."""

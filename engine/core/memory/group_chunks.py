@@ -32,10 +32,10 @@ class _ChunkPool(BlockPool):
     names_inside = False
 
     def __init__(
-        self, count: int, chunks: "ChunkPages", group: int, *, eviction: EvictionOrder, **options: Any
+        self, count: int, chunks: "ChunkPages", order: EvictionOrder, retention: Retention, offset: int
     ) -> None:
-        super().__init__(count, eviction=eviction, **options)
-        self._chunks, self._group, self.order = chunks, group, eviction
+        super().__init__(count, eviction=order, retention=retention, offset=offset)
+        self._chunks, self._group, self.order = chunks, len(chunks._pools), order
         self._extend(count)
         self._uncached.clear()
 
@@ -108,7 +108,7 @@ class ChunkPages(PoolPages):
 
     def _new_pool(self, count: int, queue: EvictionOrder | None, **options: Any) -> BlockPool:
         assert queue is not None
-        self._pools.append(_ChunkPool(count, self, len(self._pools), eviction=queue, **options))
+        self._pools.append(_ChunkPool(count, self, queue, **options))
         return self._pools[-1]
 
     # -- where pages lie ------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class KVGroup:
     @property
     def forgets(self) -> bool:
         """Whether a sequence leaves blocks behind that no later token needs."""
-        return self.kind in (*_SPANS, GroupKind.state)
+        return self.kind in _SPANS or self.kind is GroupKind.state
 
     @property
     def unit_bytes(self) -> int:

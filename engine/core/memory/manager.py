@@ -61,14 +61,14 @@ class FastForwardColumns:
         changes = np.zeros((3, steps), dtype=np.int64)
         for step, count, evicted, unfillable in taken:
             changes[:, step - 1] += (count, evicted, unfillable)
-        blocks, evictions, unfillable = changes.cumsum(axis=1)
+        blocks, evictions, unfilled = changes.cumsum(axis=1)
         return cls(
             new_blocks=changes[0],
             frees=changes[1],
             physical_blocks=usage.physical_blocks + blocks,
             logical_blocks=usage.logical_blocks + blocks,
             cached=usage.cached - evictions * block_size,
-            internal=usage.internal + unfillable,
+            internal=usage.internal + unfilled,
             external=np.full(steps, usage.external),
             free=usage.free - (blocks - evictions) * block_size,
         )

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from itertools import islice, takewhile
-from typing import Self
 
 from engine.core.errors import CoreError, InvariantError
 from engine.core.memory.block_pool import BlockPool, ResidencySampler, SampledPool
@@ -65,9 +64,11 @@ class PagedManager:
             raise CoreError(f"block size is {block_size} tokens, must be at least 1")
         if tiers is not None:
             eviction = SpillingQueue(LruQueue() if eviction is None else eviction, tiers)
-        new_pool = BlockPool if residency is None else partial(SampledPool, sampler=residency)
+        new_pool = BlockPool if residency is None else SampledPool
         self.residency = residency
         self.pool = new_pool(num_blocks, retention=retention, eviction=eviction, keep_events=keep_events)
+        if residency is not None and isinstance(self.pool, SampledPool):
+            self.pool.sampler = residency
         if eviction is not None:
             eviction.facts.block_size = block_size
         self._deduplicate, self._keeps_beams, self.tiers = deduplicate, keeps_beams, tiers
@@ -91,9 +92,8 @@ class PagedManager:
         self._looked_up: dict[Group, LookupRecord] = {}  # the last lookup, until its group is admitted
         self._numbers = 0  # that private blocks may have, given out so far
 
-    @classmethod
+    @staticmethod
     def of(
-        cls,
         pages: PoolPages,
         *,
         most_chunk: int,
@@ -101,7 +101,7 @@ class PagedManager:
         window_hits: WindowHits = WindowHits.window,
         retention_interval: int | None = 0,
         host_slots: int = 0,
-    ) -> Self:
+    ) -> "PagedManager":
         """A manager of layers in groups, over `pages`; see `LayerGroups`. `host_slots`: host memory for swapped groups.
 
         `retention_interval`: what of windows and states stays in the prefix cache, see `CheckpointRule`.
@@ -109,8 +109,7 @@ class PagedManager:
         states, which cannot be taken back, and requests that share their outputs. Nothing is fast-forwarded: a decode
         step can release a block behind a window, and then a request that waits may fit.
         """
-        layout = pages.layout
-        manager = cls.__new__(cls)
+        layout, manager = pages.layout, _OfGroups()
         manager.residency = manager.lookups = manager._copying = manager.tiers = None
         manager._deduplicate = manager._keeps_beams = False
         caches, rule = [], CheckpointRule(retention_interval, layout)
@@ -153,8 +152,7 @@ class PagedManager:
     def _needs(self, request: Request, width: int, tokens: int) -> list[int]:
         """The most blocks of each group of layers for `width` branches of a request with `tokens` tokens each."""
         if self.groups is not None:
-            ahead = request.most_kv_tokens - request.final_kv_tokens
-            return self.groups.needs(request, width, tokens, ahead)
+            return self.groups.needs(request, width, tokens, request.most_kv_tokens - request.final_kv_tokens)
         return [self.tables.most_blocks(request, width, tokens, shares=self._copying is None)]
 
     def lookup(self, group: Group) -> Sequence[int]:
@@ -610,6 +608,12 @@ class PagedManager:
             whole = self.groups.pages.slots()[0]
         if min(usage.reserved, usage.free) < 0 or usage.capacity != whole:
             raise InvariantError(f"slot states do not add up to {whole}: {usage}")
+
+
+class _OfGroups(PagedManager):
+    """What `PagedManager.of` fills: mypyc makes no object without its constructor."""
+
+    def __init__(self) -> None: ...
 
 
 def layer_groups(manager: KVCacheManager) -> LayerGroups | None:

@@ -34,8 +34,7 @@ class CopyAtFork:
 
     def blocks_needed(self, request: Request) -> int:
         """How many blocks the copies for the request's children need."""
-        pending = self._pending.get(request.request_id, ())
-        return sum(len(child.table) for child in pending)
+        return sum(len(child.table) for child in self._pending.get(request.request_id, ()))
 
     def copy_tables(self, request: Request) -> int:
         """Give all children of the request copies; returns how many blocks were allocated."""

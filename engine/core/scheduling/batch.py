@@ -239,8 +239,7 @@ def rows_of(group: Group, budget: int, prefill_cap: int | None = None) -> list[S
     """The group's rows with `budget` tokens left and chunks of at most `prefill_cap`; empty if the budget is small."""
     if not group.forked:
         return [_root_row(group, budget, prefill_cap)]
-    tokens = group.tokens
-    lacking = [tokens - sequence.computed for sequence in group.sequences]
+    lacking = [group.tokens - sequence.computed for sequence in group.sequences]
     if max(lacking) == 1:  # branches sample together or not at all
         whole = len(lacking) <= budget
         return [ScheduledRow(sequence, 1, True) for sequence in group.sequences] if whole else []

@@ -409,7 +409,7 @@ class AdmissionRules:
         """
         if self._limits.adaptive_watermark:
             most = self._manager.num_blocks // 2
-            self._raised = min(most, 2 * max(self._spare_blocks(), self._batch.sequences))
+            self._raised = float(min(most, 2 * max(self._spare_blocks(), self._batch.sequences)))
             self._raised_at = self._batch.calendar.clock.now
 
     @property

@@ -140,8 +140,7 @@ class BeamSearch:
         rules = self._rules
         longest = rules.early_stopping == "never" and rules.length_penalty > 0.0
         best = length_normalised(running[:1], self._limit if longest else generated, rules.length_penalty)
-        worst = self.finished_scores.min()
-        floors = [worst if ids is not None else -np.inf for ids in self.finished]
+        floors = [self.finished_scores.min() if ids is not None else -np.inf for ids in self.finished]
         self._improvable = self._improvable and any(bool(best[0] > floor) for floor in floors)
 
 

@@ -34,9 +34,15 @@ def clock() -> Clock:
     return Clock()
 
 
+def sampled(blocks: int, sampler: ResidencySampler) -> SampledPool:
+    pool = SampledPool(blocks)
+    pool.sampler = sampler
+    return pool
+
+
 @pytest.fixture
 def pool(clock: Clock) -> SampledPool:
-    return SampledPool(1, ResidencySampler(1.0, clock=clock))
+    return sampled(1, ResidencySampler(1.0, clock=clock))
 
 
 def cached(pool: SampledPool) -> list[int]:
@@ -95,7 +101,7 @@ def test_an_emptied_cache_forgets_its_samples(pool: SampledPool, clock: Clock) -
 
 
 def test_about_the_asked_share_of_the_blocks_is_sampled(clock: Clock) -> None:
-    pool = SampledPool(4_000, ResidencySampler(0.25, clock=clock))
+    pool = sampled(4_000, ResidencySampler(0.25, clock=clock))
     for _ in range(2):
         pool.release(pool.take(4_000))
     assert 900 < len(pool.sampler.drain()) < 1_100
@@ -109,7 +115,7 @@ def test_a_share_outside_of_0_to_1_is_refused(rate: float) -> None:
 
 def test_sampling_without_a_clock_is_refused() -> None:
     with pytest.raises(CoreError, match="without a clock"):
-        SampledPool(1, ResidencySampler(1.0)).take(1)
+        sampled(1, ResidencySampler(1.0)).take(1)
 
 
 def test_sampling_changes_no_decision(clock: Clock) -> None:
