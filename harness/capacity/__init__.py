@@ -319,8 +319,7 @@ def _rates(
         if edge.bad is None:
             return NoEdge(f"{HIGHEST_RATE:g} requests/s still meet the SLO{which}", endless=True)
         edges.append(edge.good)
-        count = len(tried_rates(case, changes, seed))
-        tell(f"{edge.good:.4g} requests/s{which}, {count} simulations")
+        tell(f"{edge.good:.4g} requests/s{which}, {len(tried_rates(case, changes, seed))} simulations")
     found = estimate(edges)
     # of the good side of each edge; the other may be higher by the precision of the search
     return found if found.high is None else replace(found, high=found.high * (1 + precision))

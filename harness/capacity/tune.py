@@ -36,6 +36,7 @@ _PRECISE = 0.01  # a difference that is not worth a measurement, whatever the no
 _LEVEL = 0.3  # standard deviations of logarithms: of the level; those of the others are learned between these
 _SPREADS = (0.001, 0.2)
 _SAMPLES = 300  # of the spreads
+_TINY = 1e-8  # a variance that keeps covariances positive
 _LEAST = 3  # cells, without which nothing is known of the spreads
 _MEDIAN = 1.2533  # the standard error of a median over that of a mean
 
@@ -269,8 +270,9 @@ def _draws(shared: FloatArray, at: IntArray, errors: FloatArray, noise: FloatArr
     fits = [_conditioned(one, at, errors, noise) for one in covariances]
     likely = np.exp(np.array([one[0] for one in fits]) - max(one[0] for one in fits))
     often = rng.multinomial(_DRAWS, likely / likely.sum())
+    # by Cholesky: eigenvectors of equal eigenvalues, which grids have, are others on another kind of CPU
     parts = [
-        rng.multivariate_normal(mean, spread, size=times, method="eigh")
+        rng.multivariate_normal(mean, spread, size=times, method="cholesky")
         for (_, mean, spread), times in zip(fits, often, strict=True)
         if times
     ]
@@ -281,7 +283,7 @@ def _conditioned(
     covariance: FloatArray, at: IntArray, errors: FloatArray, noise: FloatArray
 ) -> tuple[float, FloatArray, FloatArray]:
     """The logarithm of the likelihood of the errors, and mean and covariance of those of all cells given them."""
-    inner = covariance[np.ix_(at, at)] + np.diag(noise**2 + 1e-8)
+    inner = covariance[np.ix_(at, at)] + np.diag(noise**2 + _TINY)
     gain = np.linalg.solve(inner, covariance[at]).T
     likelihood = float(stats.multivariate_normal.logpdf(errors, np.zeros(len(at)), inner))
-    return likelihood, gain @ errors, covariance - gain @ covariance[at]
+    return likelihood, gain @ errors, covariance - gain @ covariance[at] + _TINY * np.eye(len(covariance))

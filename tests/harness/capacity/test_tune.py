@@ -5,6 +5,9 @@ machine: predicted figures of each cell, and those of each run.
 """
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +50,22 @@ def test_the_choice_of_few_measured_cells_is_as_good_as_it_says(grid: str, slo: 
     assert len(found.cells) <= 8
     assert regret <= max(found.regret, found.noise)
     assert regret <= BEYOND + found.noise
+
+
+@pytest.mark.nightly
+def test_another_kind_of_cpu_measures_the_same_cells() -> None:
+    script = (
+        "import test_tune; print([cell.place for cell in test_tune.tuned('mooncake', 'e2e_p90<1')[0].cells])"
+    )
+    folders = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
+    found = {
+        subprocess.check_output(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": folders, "OPENBLAS_CORETYPE": kind},
+        )
+        for kind in ("Haswell", "Nehalem")
+    }
+    assert len(found) == 1
 
 
 def test_no_cell_is_measured_twice_and_no_more_than_asked() -> None:
