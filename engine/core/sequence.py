@@ -101,7 +101,7 @@ class Group:
 
     __slots__ = (
         "_base", "_clock", "block_hashes", "branches", "decoded", "draft", "drafted", "entered", "forked",
-        "key", "lost", "private", "proposes", "request", "rows", "sequences",
+        "key", "known", "lost", "private", "proposes", "request", "rows", "sequences",
     )  # fmt: skip
 
     def __init__(self, request: Request, key: tuple[object, ...] = ()) -> None:
@@ -116,6 +116,7 @@ class Group:
         self.block_hashes: dict[int | None, Sequence[BlockHash]] = {}
         self.private: list[int] = []  # numbers of private blocks that preemptions left in the cache
         self.decoded = -1  # the last step that computed a token which the step before had chosen
+        self.known = 0  # if steady: the last time of the calendar's clock without such a token
         self.entered = 0  # its place in the order of admission
         self.forked = False
         self.lost = 0  # tokens that were computed before a preemption dropped them
@@ -254,7 +255,7 @@ class DecodeCalendar:
 
     def join(self, group: Group) -> None:
         """Add `group`, which only decodes from now on. Its sequences must be equally long."""
-        end = self.clock.now + group.remaining
+        end, group.known = self.clock.now + group.remaining, self.clock.now + (not group.proposes)
         group.follow(self.clock)
         self.groups[group] = None
         width = len(group.sequences)

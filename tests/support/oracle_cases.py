@@ -114,6 +114,21 @@ def random_case(seed: int, policy: Scheduling | None = None, family: str = "plai
     return Case(blocks, size, caching, limits, rows, before, drafts)
 
 
+def tight_case(seed: int) -> Case:
+    """A few prompts in small chunks, scheduled ahead in a pool that all but a few of them fill: they come and go."""
+    draw, step = random.Random(seed), 0
+    limits = SchedulerLimits(draw.randint(8, 20), draw.randint(2, 7), ahead=True)
+    limits.long_prefill_tokens, limits.long_prefill_adaptive = draw.randint(1, 3), draw.random() < 0.5
+    limits.admit_whole_prompt = draw.random() < 0.5
+    rows, before = list[TraceRequest](), list[int]()
+    for number in range(draw.randint(4, 9)):
+        prompt = draw.randint(1, 8)
+        rows.append(TraceRequest(number, number, prompt, draw.randint(1, 8), [Segment(None, prompt)]))
+        before.append(step)
+        step += draw.randint(0, 2)
+    return Case(draw.randint(16, 25), 1, True, limits, rows, before)
+
+
 def _samples(
     draw: random.Random, rows: Sequence[TraceRequest], before: Sequence[int]
 ) -> tuple[list[TraceRequest], list[int]]:

@@ -232,7 +232,7 @@ class Scheduler:
             while group.rows and not self.manager.can_extend(group.rows):
                 steady = calendar.rows
                 self._make_room(step, self._batch.groups(index))
-                step.budget += steady - calendar.rows
+                step.budget += 0 if prompts else steady - calendar.rows  # with prompts they have taken none
             if index < len(others) and others[index] is group:
                 self._rows.extend(group, step)
                 index += 1
@@ -262,7 +262,7 @@ class Scheduler:
         swaps = mode is Preemption.swap or (mode is Preemption.auto and len(victim.sequences) > 1)
         if swaps and victim.generated and victim.draft is None and self.manager.can_swap_out(victim):
             stats.swaps += 1
-            victim.rows, victim.lost = [], 0
+            victim.rows, victim.lost, victim.proposes = [], 0, False
             self.manager.swap_out(victim)
             self.swapped.push(victim)
             return
@@ -272,8 +272,9 @@ class Scheduler:
 
     def _unseen(self, group: Group) -> int:
         """How many tokens of each sequence the step under way computes that the one before it has chosen."""
-        ran = self._decoded if group not in self._batch.others else group.decoded == self._step - 1
-        return int(ran and self._under_way)
+        others, clock = self._batch.others, self._batch.calendar.clock
+        steady = self._decoded and group not in others and group.known < clock.now
+        return int(self._under_way and (steady or group.decoded == self._step - 1))
 
     def _prefill_cap(self) -> int | None:
         """The largest chunk of one prompt, None for no limit. A request that is alone gets the whole budget."""
@@ -418,9 +419,7 @@ class AdmissionRules:
         return isinstance(self._policy, AdmitWhatFits)
 
     def _spare_blocks(self) -> int:
-        if not len(self._batch):
-            return 0
-        return max(self._watermark, self._raised_blocks()) if self._raised else self._watermark
+        return max(self._watermark, self._raised_blocks()) if len(self._batch) else 0
 
     def _raised_blocks(self) -> int:
         """The adaptive watermark in blocks, 0 where it has fallen."""

@@ -13,7 +13,7 @@ from itertools import count, islice
 from pathlib import Path
 
 import pytest
-from oracle_cases import FAMILIES, FIRST_SEED, PYTHON, checked, random_case
+from oracle_cases import FAMILIES, FIRST_SEED, PYTHON, checked, random_case, tight_case
 from tiers import tier
 
 from engine.core.memory.group_layout import KVGroup
@@ -48,6 +48,14 @@ def test_random_workloads_are_scheduled_alike(vllm: VllmProcess, family: str) ->
         assert report.compared == report.steps
         found += Counter(report.counts, steps=report.steps)
     assert min(found["preempted"], found["evicted"], found["hit_tokens"]) > 0
+
+
+def test_what_comes_back_into_a_tight_pool_is_scheduled_alike(vllm: VllmProcess) -> None:
+    """In 44 a request is preempted again after one step, of a token that it had before: its block stays cached."""
+    for seed in (44, *range(FIRST_SEED, FIRST_SEED + SEEDS)):
+        case = tight_case(seed)
+        report = checked(case, vllm.step, version=vllm.begin(case.settings))
+        assert report.compared == report.steps
 
 
 def test_a_priority_victim_of_the_same_step_is_known_and_ends_the_comparison(vllm: VllmProcess) -> None:

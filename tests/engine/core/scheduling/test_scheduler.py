@@ -372,6 +372,21 @@ def test_the_token_of_a_preempted_decoder_goes_to_the_chunk_behind() -> None:
     assert [row.query_len for row in plans[3].rows] == [8, 8]
 
 
+def test_a_decoder_that_is_preempted_for_prompts_alone_gives_them_no_token() -> None:
+    """The second prompt needs its blocks; the third one gets what the first two leave of 20 tokens."""
+    limits = SchedulerLimits(20, 8, long_prefill_tokens=8, policy=Scheduling.priority, mixed_steps=False)
+    scheduler = Scheduler(PagedManager(15, 4), limits)
+    plans = []
+    prompts = [Request(number, 24, 1) for number in (1, 2, 3)]
+    for requests in ([Request(0, 8, 9, priority=5)], prompts, [], []):
+        for request in requests:
+            scheduler.submit(request)
+        plans.append(scheduler.schedule())
+        scheduler.commit(plans[-1], StepResult())
+    assert list(plans[3].preempted) == [0]
+    assert [row.query_len for row in plans[3].rows] == [8, 8, 4]
+
+
 def test_what_a_step_ends_keeps_its_blocks_and_place_until_the_next_one_is_scheduled() -> None:
     """The second request finds no place beside the step under way: its step is scheduled when that one has ended."""
     manager, waited = PagedManager(4, 4), list[int]()
