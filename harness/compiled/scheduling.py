@@ -343,7 +343,7 @@ def may_return(state: ReplayState) -> bool:
 @called
 def swap_in(state: ReplayState) -> None:
     """The first swapped request becomes the last row again; its blocks are new, and full ones get names."""
-    at, batch, cap = state.at, state.batch, prefill_cap(state)
+    at, batch = state.at, state.batch
     request, row = pop(state.swapped, at[ENTRY.swapped]), at[ENTRY.running]
     at[ENTRY.swapped] -= 1
     computed = state.requests.lost[request]
@@ -355,7 +355,7 @@ def swap_in(state: ReplayState) -> None:
     at[ENTRY.written] += computed
     name_blocks(state, row, computed)
     move_blocks(state, blocks)
-    query = min(lacking_tokens(state, row), at[ENTRY.budget], cap)
+    query = min(lacking_tokens(state, row), at[ENTRY.budget], prefill_cap(state))
     batch.query[row] = 0
     if needed_blocks(state, row, query) <= free_blocks(state):
         extend(state, row, query)

@@ -14,8 +14,10 @@ from engine.core.memory.paged import PagedManager, layer_groups
 from engine.core.memory.tiers import Tiers
 from engine.core.options import (
     Decoding,
+    Preemption,
     Retention,
     SchedulerLimits,
+    Scheduling,
 )
 from engine.core.request import Request, Speculation
 from engine.core.scheduling.scheduler import Scheduler
@@ -156,6 +158,29 @@ def crowded(seed: int) -> Sharing:
         priority=draw.integers(0, 3, count),
     )
     return Sharing(requests, texts, [""] * count)
+
+
+def tight(seed: int) -> tuple[Sharing, SchedulerLimits, PlainPool]:
+    """A few prompts in small chunks, scheduled ahead in a pool that all but a few of them fill: they come and go."""
+    draw = np.random.default_rng(seed)
+    count = int(draw.integers(4, 12))
+    prompt, output = draw.integers(1, 12, count), draw.integers(1, 9, count)
+    arrival_ns, priority = np.cumsum(draw.integers(0, 10**6, count)), draw.integers(0, 3, count)
+    requests = PlainRequests(np.arange(count), arrival_ns, prompt, output, priority=priority)
+    adaptive, whole, mixed, swaps = (draw.random(4) < 0.5).tolist()
+    limits = SchedulerLimits(
+        max_batched_tokens=int(draw.integers(4, 16)),
+        max_running=int(draw.integers(2, 7)),
+        long_prefill_tokens=int(draw.integers(1, 5)),
+        long_prefill_adaptive=adaptive,
+        admit_whole_prompt=whole,
+        mixed_steps=mixed,
+        ahead=True,
+        policy=Scheduling.priority,
+        preemption=Preemption.swap if swaps else Preemption.recompute,
+    )
+    pool = PlainPool(int(draw.integers(19, 28)), 1, keeps=True, host_blocks=int(draw.integers(4, 16)))
+    return Sharing(requests, [[(None, each)] for each in prompt.tolist()], [""] * count), limits, pool
 
 
 GENEALOGY = BeamGenealogy({2: 0.3, 4: 0.45}, evenness={2: 1.5, 3: 0.2})

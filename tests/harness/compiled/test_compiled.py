@@ -23,10 +23,11 @@ from compiled_cases import (
     log_of,
     new_fold,
     sharing,
+    tight,
     waiting,
     workloads,
 )
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sim_cases import play
 from tiers import cases, tier
@@ -104,6 +105,19 @@ def test_waiting_priorities_swapping_and_steps_scheduled_ahead_are_replayed_as_t
     found = compiled_replay(requests, limits, pool, COSTS["expected"], asynchronous=asynchronous)
     expected = core_log(requests, limits, pool, COSTS["expected"], shared, asynchronous=asynchronous)
     assert_same(log_of(found, pool), expected)
+
+
+@settings(max_examples=tier(20, 2000))
+@example(55)  # preempted again after one step, of a token that it had before: its block stays cached
+@example(731)  # the same after it came back from the host
+@example(298)  # a decoder is preempted for prompts alone, of whose budget it has taken nothing
+@example(2)  # one that comes back from the host has a share of the budget
+@given(st.integers(0, 10**6))
+def test_what_comes_back_into_a_tight_pool_is_replayed_as_the_core_does(seed: int) -> None:
+    shared, limits, pool = tight(seed)
+    requests = shared.named(pool.block_size)
+    expected = core_log(requests, limits, pool, COSTS["expected"], shared)
+    assert_same(log_of(compiled_replay(requests, limits, pool, COSTS["expected"]), pool), expected)
 
 
 @settings(max_examples=tier(20, 400))
