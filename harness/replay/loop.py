@@ -243,8 +243,7 @@ class Replay:
         self._began_ns = now + took - timing.ns[-1]
         if report.finished:
             for request_id in report.finished:
-                request = self._live.pop(request_id)
-                self._end(request, Outcome.FINISHED, now + took, report.stats[request_id])
+                self._end(self._live.pop(request_id), Outcome.FINISHED, now + took, report.stats[request_id])
             if self._progress:
                 self._progress(self._ended, self._arrivals.total)
         return took

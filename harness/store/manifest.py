@@ -117,8 +117,7 @@ def with_report(
     written = (path for path in _beside(root) if path == summary or report.parent in path.parents)
     fresh = {str(path.relative_to(root)): digest_of(path.read_bytes()) for path in written}
     digests = dict(sorted((still_there(root, manifest) | fresh).items()))
-    name = str(report.relative_to(root))
-    return replace(manifest, report=name, verdict=tuple(verdict), digests=digests)
+    return replace(manifest, report=str(report.relative_to(root)), verdict=tuple(verdict), digests=digests)
 
 
 def still_there(root: Path, manifest: Manifest) -> dict[str, str]:

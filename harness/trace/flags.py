@@ -171,8 +171,7 @@ def cache_folder() -> Path:
     chosen = os.environ.get("PAGETWIN_TRACES")
     if chosen:
         return Path(chosen).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "pagetwin" / "traces"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagetwin" / "traces"
 
 
 def folder_of(entry: "CatalogueEntry") -> Path:

@@ -158,8 +158,7 @@ class Point:
         """Whether two prompts may share a block."""
         prompts, size = self.trace.columns.segments, self.pool.block_size
         begun = np.flatnonzero(prompts.is_keyed[prompts.first[:-1]]) if self.pool.prefix_caching else ()
-        rows = (self.trace.columns[place] for place in begun)
-        return any(shares_block(row, size) for row in rows)
+        return any(shares_block(row, size) for row in (self.trace.columns[place] for place in begun))
 
     def of_trace(self, trace: Trace) -> "Point":
         """The same with other requests."""
@@ -267,8 +266,7 @@ def _output_tokens(point: Point, row: TraceRequest, decoding: RequestDecoding) -
     never_runs = decoding.width > point.limits.max_running
     if survival is None or decoding.mode is not Decoding.sample or never_runs:
         return row.output_tokens
-    branches = range(decoding.width)
-    return max(survival.length(row.request_id, branch, row.output_tokens) for branch in branches)
+    return max(survival.length(row.request_id, branch, row.output_tokens) for branch in range(decoding.width))
 
 
 def resolve(config: RunConfig, recorded: Trace | None = None) -> Point:

@@ -156,8 +156,7 @@ def make_request(record: dict[str, Any]) -> TraceRequest:
     if release == AFTER and not after:
         raise RowError("after", "release after needs at least one request in after")
     check_best_of(record)
-    lengths = {name: record[name] for name in REQUIRED[:4]}
-    return TraceRequest(**lengths, segments=segments, **more)
+    return TraceRequest(**{name: record[name] for name in REQUIRED[:4]}, segments=segments, **more)
 
 
 def _segments(value: Any, prompt_tokens: int) -> tuple[Segment, ...]:

@@ -324,27 +324,33 @@ class BlockPool:
         references than are dropped, or loses the last one in two entries: a table has each block once.
         """
         refs = self._refs
-        counts = _each(refs, blocks)
-        if counts.count(1) == len(counts):
-            if len(counts) > 1 and len(set(blocks)) < len(counts):
-                raise _twice("released", blocks)
-            for block in blocks:
-                refs[block] = 0
-            gone = list(blocks)
+        for place, block in enumerate(blocks):
+            if refs[block] != 1:
+                for before in blocks[:place]:
+                    refs[before] = 1
+                gone = self._release_shared(blocks)
+                break
+            refs[block] = 0
         else:
-            if 0 in counts:
-                block = blocks[counts.index(0)]
-                raise CoreError(
-                    f"block {block} is released, but its reference count is 0 (pool of {self.num_blocks} blocks)"
-                )
-            for block in blocks:
-                refs[block] -= 1
-            gone = [block for block in blocks if refs[block] < 1]
-            if len(gone) != counts.count(1):
-                for block in blocks:
-                    refs[block] += 1
-                raise _twice("released", blocks)
+            gone = list(blocks)
         self._free(gone, Released(blocks, first, request))
+        return gone
+
+    def _release_shared(self, blocks: Sequence[int]) -> list[int]:
+        refs = self._refs
+        counts = _each(refs, blocks)
+        if 0 in counts:
+            block = blocks[counts.index(0)]
+            raise CoreError(
+                f"block {block} is released, but its reference count is 0 (pool of {self.num_blocks} blocks)"
+            )
+        for block in blocks:
+            refs[block] -= 1
+        gone = [block for block in blocks if refs[block] < 1]
+        if len(gone) != counts.count(1) or len(set(gone)) < len(gone):
+            for block in blocks:
+                refs[block] += 1
+            raise _twice("released", blocks)
         return gone
 
     def _free(self, gone: list[int], table: Released) -> None:
@@ -397,14 +403,15 @@ class BlockPool:
         refs, hash_of = self._refs, self._hash_of
         if len(hashes) != len(blocks):
             raise CoreError(f"{len(blocks)} blocks were given with {len(hashes)} hashes")
-        for block in blocks:
+        for place, block in enumerate(blocks):
             if not refs[block] or hash_of[block] is not None:
+                known = hash_of[block] is not None
+                for before in blocks[:place]:
+                    hash_of[before] = None
                 raise CoreError(
-                    f"block {block} cannot be cached: {refs[block]} references, "
-                    f"in the cache already: {hash_of[block] is not None}"
+                    f"block {block} cannot be cached: {refs[block]} references, in the cache already: {known}"
                 )
-        for block, block_hash in zip(blocks, hashes, strict=False):  # as many, see above
-            hash_of[block] = block_hash
+            hash_of[block] = hashes[place]
         self._index.add(hashes, blocks)
         if self.events is not None and hashes and type(hashes[0]) is not int:
             self.events.append(BlocksStored(tuple(hashes), tuple(blocks), origin))
