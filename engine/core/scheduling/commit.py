@@ -64,7 +64,7 @@ class Commit:
         self._stats = stats
         self._static = limits.static_batch
         self._holds = limits.ahead
-        self._held: list[Group] = []
+        self.held: list[Group] = []  # of a static batch: what has ended before its end
 
     def apply(self, plan: StepPlan, result: StepResult) -> CommitReport:
         """Apply the result of the last plan. Raises CoreError, and changes nothing, if it does not fit the plan."""
@@ -84,7 +84,7 @@ class Commit:
         report.emitted = [*plan.steady_ids, *emitted] if emitted else plan.steady_ids
         self._batch.settle()
         if self._static and not len(self._batch):
-            held, self._held = self._held, []
+            held, self.held = self.held, []
             for group in held:
                 self._close(group, report)
         return report
@@ -195,7 +195,7 @@ class Commit:
             return
         self._batch.remove(group)
         if self._static:
-            self._held.append(group)
+            self.held.append(group)
             return
         self._close(group, report)
 

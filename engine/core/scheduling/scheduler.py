@@ -159,7 +159,7 @@ class Scheduler:
                 waited()
             self._fill(step)
             step.preempted = [*before, *step.preempted]
-        if not (len(self._batch) or step.preempted):  # no later step has more room
+        if not (len(self._batch) or step.preempted or self._commit.held):  # no later step has more room
             head = self.swapped.head or self.waiting.head
             raise CoreError(f"nothing runs, and request {head and head.request.request_id} has no room")
         plan = self._plan(step, 1 if self._batch.ending else max_steps)

@@ -258,6 +258,17 @@ def test_preemptions_that_others_caused_do_not_end_a_run_in_which_a_request_is_o
     assert stats.preemptions == 501
 
 
+def test_a_static_batch_whose_last_request_is_aborted_gives_its_memory_to_the_next() -> None:
+    model = SlotModel(Scheduler(PagedManager(8, 4), SchedulerLimits(32, 8, static_batch=True)))
+    submit(model, 0, prompt=8, output=1)
+    submit(model, 1, prompt=8, output=9, first=100)
+    submit(model, 2, prompt=28, output=2, first=200)
+    model.step()  # request 0 ends, and keeps its blocks until the batch does
+    model.scheduler.abort(1)
+    model.run()
+    assert model.plans[-1].rows[0].request_id == 2
+
+
 def test_a_watermark_keeps_blocks_free_beside_running_requests() -> None:
     manager = PagedManager(10, 4)
     model = SlotModel(Scheduler(manager, SchedulerLimits(64, 8, watermark=0.3)))
