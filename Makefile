@@ -50,6 +50,7 @@ docs: $(STAMP)  # build/site; a broken link between pages fails
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
 
 compiled: $(STAMP)  # build/compiled: a wheel whose policy core is machine code, and the same unpacked in build/compiled/site
+	rm -rf build/compiled  # with wheels of other versions
 	# from the source distribution: mypyc writes beside the sources, where its files would hide later changes
 	HATCH_BUILD_HOOK_ENABLE_MYPYC=1 $(PY) -m build --no-isolation --outdir build/compiled
 	$(PY) -m pip install --quiet --no-index --no-deps --upgrade --target build/compiled/site build/compiled/*.whl

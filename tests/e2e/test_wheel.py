@@ -163,6 +163,13 @@ def test_the_compiled_core_passes_the_tests_of_the_core_and_gives_the_records_of
     assert compiled.simulated == python.simulated
 
 
+def test_an_editable_install_has_no_copy_of_a_package_that_would_hide_the_checkout(tmp_path: Path) -> None:
+    build = "import sys; from hatchling.build import build_editable; print(build_editable(sys.argv[1]))"
+    built = call(sys.executable, "-c", build, tmp_path, cwd=ROOT).strip()
+    names = zipfile.ZipFile(tmp_path / built).namelist()
+    assert [name for name in names if name.endswith(".py")] == ["pagetwin_probe.py"]
+
+
 def test_the_console_script_is_there(python: Path, tmp_path: Path) -> None:
     out = call(python.parent / "pagetwin", "--help", cwd=tmp_path, env=without_paths())
     assert "Predict a paged KV cache" in out
