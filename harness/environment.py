@@ -39,8 +39,8 @@ def versions() -> dict[str, str | None]:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = None
-    compiled = any(_package_folder("engine").rglob("*.so"))
-    return {**found, "policy core": "compiled" if compiled else "python"}
+    core = find_spec("engine.core.sequence")  # what runs: code for another Python may lie beside
+    return {**found, "policy core": "compiled" if str(core and core.origin).endswith(".so") else "python"}
 
 
 def missing(packages: tuple[str, ...]) -> list[str]:
@@ -62,8 +62,7 @@ def code_version(roots: tuple[str, ...] = ROOTS) -> str:
     """A digest of the source files of the packages `roots`; points are run again when it changes."""
     digest = hashlib.sha256()
     for root in roots:
-        files = _package_folder(root).rglob("*")
-        for path in sorted(path for path in files if path.suffix in SOURCES):
+        for path in sorted(one for one in _package_folder(root).rglob("*") if one.suffix in SOURCES):
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -106,18 +105,14 @@ def engine_device(device: EngineDevice) -> str:
 
 def device_identity(device: EngineDevice) -> str:
     """The name of the device that the engine runs on: the GPU, or the CPU with its number of cores."""
-    return (
-        gpu_names()[0]
-        if engine_device(device) == "cuda" and gpu_names()
-        else f"{cpu_name()}, {os.cpu_count()} cores"
-    )
+    on_gpu = engine_device(device) == "cuda" and gpu_names()
+    return gpu_names()[0] if on_gpu else f"{cpu_name()}, {os.cpu_count()} cores"
 
 
 def environment(device: str, clock: str) -> dict[str, object]:
     """The record's environment section; `device` is the name of the one that the engine runs on."""
-    found = versions()
     return {
-        **found,
+        **versions(),
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "gpu": ", ".join(gpu_names()) or None,
@@ -142,10 +137,9 @@ def kernel_digest(folder: Path | None = None) -> str:
 
 def digested_files(root: Path) -> list[Path]:
     """The source files below `root` that a kernel's speed depends on, sorted."""
-    paths = sorted(root.rglob("*.py"))
     return [
         path
-        for path in paths
+        for path in sorted(root.rglob("*.py"))
         if not path.relative_to(root).as_posix().startswith(("reference", "providers", "case"))
     ]
 
@@ -205,8 +199,7 @@ def check_engine(engine: EngineConfig) -> None:
 
 
 def _check_native(engine: EngineConfig) -> None:
-    on_cpu = engine_device(engine.device) == "cpu"
-    reason = why_unavailable() if on_cpu else "this run is on a GPU"
+    reason = why_unavailable() if engine_device(engine.device) == "cpu" else "this run is on a GPU"
     if reason:
         raise ConfigError(
             "engine.backend", f"native kernels are compiled for CPUs: {reason}; use engine.backend=auto"

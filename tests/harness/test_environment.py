@@ -1,5 +1,8 @@
 """What a record depends on is found by its content."""
 
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+
 import pytest
 
 
@@ -27,3 +30,19 @@ def test_what_is_no_source_makes_none(tmp_path, monkeypatch):
     before = code_version.__wrapped__((package.name,))
     (package / "notes.md").write_text("two")
     assert code_version.__wrapped__((package.name,)) == before
+
+
+@pytest.mark.parametrize(
+    ("suffix", "said"), [(EXTENSION_SUFFIXES[0], "compiled"), (".cpython-39-x86_64-linux-gnu.so", "python")]
+)
+def test_the_core_is_called_compiled_where_its_machine_code_is_for_this_python(
+    suffix, said, tmp_path, monkeypatch
+):
+    import engine.core
+    from harness.environment import versions
+
+    for file in ("sequence.py", f"sequence{suffix}"):
+        (tmp_path / file).touch()
+    monkeypatch.setattr(engine.core, "__path__", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "engine.core.sequence", raising=False)
+    assert versions.__wrapped__()["policy core"] == said
