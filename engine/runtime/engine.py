@@ -441,7 +441,7 @@ class Engine:
         plain = params.width == 1 and params.decoding is not Decoding.beam
         speculation = self._speculation if plain else None
         request = Request(
-            number, len(ids), most, params.width, params.decoding, identity, priority, speculation
+            number, len(ids), most, params.width, params.decoding, identity, int(priority), speculation
         )
         self.scheduler.submit(request)
         self._next += 1

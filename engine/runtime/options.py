@@ -132,6 +132,7 @@ class EngineOptions:
                 continue
             if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
                 raise EngineOptionError(f"{name}: {value!r} is not a whole number of at least {least}")
+            object.__setattr__(self, name, int(value))
         if self.groups == GroupPages.off and self.prefix_match_unit not in (None, self.block_size):
             reason = "with one group of layers hits end with its blocks; leave it out, or set groups=uniform"
             raise EngineOptionError(f"prefix_match_unit: {self.prefix_match_unit}, {reason}")

@@ -327,6 +327,8 @@ def check_types(params: SamplingParams) -> None:
             wanted, fits = "a number", _is_number(value)
         if not fits:
             raise ParamsError(name, f"{value!r} is not {wanted}")
+        if name in _WHOLE:
+            setattr(params, name, int(value))  # of NumPy, which compiled code takes for none
     stop, tokens = params.stop, params.allowed_token_ids
     bias, form = params.logit_bias, params.structured_outputs
     words = partial(_is_list_of, fits=lambda one: isinstance(one, str))

@@ -36,6 +36,13 @@ _METHODS = {
     "scheduler.victim": ("choose",),
     "scheduler.admission": ("allows",),
 }
+# What is taken of a method's result: a core in machine code takes no number of NumPy.
+_TAKEN: dict[str, Callable[..., Any]] = {
+    "pop": lambda found, *_: [*map(index, found)],
+    "key": lambda found, *_: found if isinstance(found, tuple) else (found,),
+    "choose": lambda found, _, candidates: range(len(candidates))[index(found)],
+    "allows": lambda found, *_: bool(found),
+}
 
 
 def new_scheduler(deployment: Deployment, *, keep_events: bool = False) -> Scheduler:
@@ -137,8 +144,7 @@ def host_tier(deployment: Deployment, tokens: int) -> TierSpec:
     """
     cache, size = deployment.cache, deployment.pool.block_size
     shape, model = deployment.hardware, deployment.shape
-    whole = size * deployment.pool.kv_bytes_per_token
-    link_s = whole * model.kv_share(shape.parallel) / shape.host_bandwidth
+    link_s = size * deployment.pool.kv_bytes_per_token * model.kv_share(shape.parallel) / shape.host_bandwidth
     latency_s = 2 * model.attention_layers * shape.host_latency_s
     return TierSpec("host", tokens // (cache.tier_chunk or size), link_s, link_s, latency_s)
 
@@ -176,8 +182,7 @@ def tiers_below(deployment: Deployment, policy: EvictionPolicy) -> Tiers | None:
 
 def _imported(module: str) -> ModuleType:
     """A module of the user's, which may lie in the working directory."""
-    here = str(Path.cwd())
-    if here not in sys.path:
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.append(here)
     return import_module(module)
 
@@ -207,20 +212,20 @@ def _user_policy(key: str, name: str | None) -> Any:
     missing = [each for each in needed if not hasattr(instance, each)]
     if missing:
         raise ConfigError(key, f"'{name}' lacks {', '.join(missing)}; see engine/core/policies.py")
-    guarded = {each: _guarded(key, name, getattr(type(instance), each)) for each in _METHODS[key]}
+    guarded = {each: _guarded(key, name, each, getattr(type(instance), each)) for each in _METHODS[key]}
     instance.__class__ = type(cls, (type(instance),), {"__slots__": (), **guarded})
     return instance
 
 
-def _guarded(key: str, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded(key: str, name: str, each: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """A method of the user's class that gets lists of its own; what goes wrong in it is told by its name."""
+    taken: Callable[..., Any] = _TAKEN.get(each, lambda found, *_: found)
 
     def call(*arguments: Any) -> Any:
         try:
-            found = method(*([*each] if isinstance(each, list) else each for each in arguments))
-            return [*map(index, found)] if method.__name__ == "pop" else found
+            return taken(method(*([*one] if isinstance(one, list) else one for one in arguments)), *arguments)
         except Exception as error:
-            failed = f"{key}: '{name}' has failed in {method.__name__}: {type(error).__name__}: {error}"
+            failed = f"{key}: '{name}' has failed in {each}: {type(error).__name__}: {error}"
             raise UserError(failed) from error
 
     return call

@@ -69,6 +69,20 @@ def test_numbers_of_numpy_are_numbers():
     assert params.max_tokens == 3
 
 
+def test_numbers_of_numpy_reach_the_core_and_the_kernels_as_those_of_python(model_of):
+    from engine.runtime.params import SamplingParams
+
+    engine = build_engine(model_of(), block_size=np.int64(8))
+    params = SamplingParams(n=np.int64(2), max_tokens=np.int64(3), seed=np.int64(5), temperature=1.0)
+    engine.add_request("a", [1, 2], params, priority=np.int64(1))
+    request = engine.scheduler.waiting.head.request
+    lengths = request.prompt_tokens, request.output_tokens, request.width, request.priority
+    assert {*map(type, lengths), type(engine.scheduler.manager.block_size)} == {int}
+    while not (outputs := engine.step()):
+        assert engine.has_unfinished_requests()
+    assert len(outputs[0].outputs) == 2
+
+
 @pytest.mark.parametrize(
     ("prompts", "names"),
     [

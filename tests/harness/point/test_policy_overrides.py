@@ -1,11 +1,12 @@
 """Every policy of the core can be asked for by override, in the simulator and on the engine, with equal plans."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from point_cases import azure_file, small_config, with_trace
 from tiers import cases
@@ -21,13 +22,15 @@ from engine.core.options import (
     SchedulerOptions,
     Scheduling,
 )
+from engine.core.request import Request
+from engine.core.sequence import Group
 from harness.config.checks import check_config
 from harness.config.errors import ConfigError, UserError
 from harness.config.schema import CostKind, DecodingMode, RunConfig, SchedulerConfig, TraceFormat
 from harness.point import run_point
 from harness.workload.deployment import limits_of
 from harness.workload.point import resolve
-from harness.workload.scheduler import eviction_policy
+from harness.workload.scheduler import eviction_policy, new_scheduler
 
 
 @pytest.fixture(name="config")
@@ -184,6 +187,26 @@ class Raising(LruQueue):
         return {"pop": None, "words": [str(each) for each in found]}.get(self.at, found)
 
 
+class OfNumpy:
+    """A queue order, a choice of the victim, and an admission rule, whose results are numbers of NumPy."""
+
+    def key(self, request: Request, rank: int) -> Any:
+        return np.int64(-rank)
+
+    def choose(self, candidates: Sequence[Group]) -> Any:
+        return np.argmin([group.tokens for group in candidates])
+
+    def allows(self, request: Request, free_blocks: int, running: int) -> Any:
+        return np.bool_(running < 4)
+
+
+class TooFar:
+    """Chooses whom there is not."""
+
+    def choose(self, candidates: Sequence[Group]) -> int:
+        return len(candidates)
+
+
 class NoFacts(LruQueue):
     def __init__(self) -> None:
         """Forgets that of its base."""
@@ -208,6 +231,25 @@ def test_an_error_in_a_rule_of_ones_own_is_told_by_its_name(
     while error.__cause__ is not None:
         causes.append(error := error.__cause__)
     assert type(causes[-1]) is (KeyError if at == "push" else TypeError)
+
+
+def test_the_core_gets_results_of_numpy_as_those_of_python(config: RunConfig) -> None:
+    """It takes no others where it is compiled."""
+    name = f"{__name__}:OfNumpy"
+    config.scheduler.order = config.scheduler.victim = config.scheduler.admission = name
+    policies = new_scheduler(resolve(config).deployment).policies
+    request = Request(0, 8, 1)
+    assert policies.order.key(request, 2) == (-2,)
+    assert type(policies.victim.choose([Group(request), Group(Request(1, 4, 1))])) is int
+    assert policies.admission.allows(request, 9, 3) is True
+
+
+def test_a_choice_of_nobody_is_told_by_the_name_of_its_rule(config: RunConfig) -> None:
+    config.scheduler.victim = f"{__name__}:TooFar"
+    with pytest.raises(
+        UserError, match=f"scheduler.victim: '{__name__}:TooFar' has failed in choose: IndexError"
+    ):
+        run_point(config)
 
 
 @pytest.mark.nightly
