@@ -90,7 +90,8 @@ def run(part: str) -> bool:
     if part in OTHERS:
         words = OTHERS[part].split()
     else:
-        words = ["-m", "pytest", "-n", "auto", *HANGS.split(), *files_of(*map(int, part.split("/")))]
+        draws = f"--hypothesis-seed={SEED}"
+        words = ["-m", "pytest", "-n", "auto", draws, *HANGS.split(), *files_of(*map(int, part.split("/")))]
         environment |= {"PAGETWIN_NIGHTLY": "1", "PAGETWIN_THIRD": str(int(SEED) % 3)}
     clock = time.monotonic()
     code = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=False).returncode
