@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from harness.twin.log import Timeseries
-from harness.twin.pagetwin_probe import FORMAT
 from harness.twin.rows import LoggedRequest, RequestLog, placed
 from harness.twin.settings import VLLM, EngineSettings
 from harness.twin.steps import LoggedSteps, StepLine, StepReader
@@ -20,6 +19,7 @@ from traces.errors import RowError, TraceError
 from traces.formats.files import SourceFile
 from traces.formats.parsing import as_whole, read_object, require_list, require_object
 
+FORMAT = 1  # of the log; that of `pagetwin_probe`, which lies elsewhere in a wheel: at its top
 _ENDS = ("stop", "length")  # of requests that ended well
 _NO_OPTIONS = ("scheduler", "prefix_caching_hash_algo", "num_gpu_blocks")
 _NS = 1e-9

@@ -1,5 +1,6 @@
 """An installed wheel works from any directory, with its configuration inside."""
 
+import ast
 import os
 import shutil
 import subprocess
@@ -107,6 +108,28 @@ def test_the_wheel_holds_the_packages_and_the_configuration(wheel: Path) -> None
     )
     shipped = {name.removeprefix("harness/") for name in names if name.endswith(".yaml")}
     assert shipped >= {str(path.relative_to(ROOT)) for path in (ROOT / "conf").rglob("*.yaml")}
+
+
+def test_every_module_of_ours_that_the_wheel_imports_is_in_it(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as packed:
+        names = {name for name in packed.namelist() if name.endswith(".py")}
+        trees = {name: ast.parse(packed.read(name)) for name in names}
+    wanted = {
+        (name, node.module)
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+    }
+    ours = {(name, module) for name, module in wanted if f"{module.partition('.')[0]}/__init__.py" in names}
+    places = {(name, module): module.replace(".", "/") for name, module in ours}
+    assert len(ours) > 1000
+    missing = {
+        each
+        for each, place in places.items()
+        if not {f"{place}.py", f"{place}/__init__.py"} & names
+        and not any(n.startswith(f"{place}/") for n in names)
+    }
+    assert missing == set()
 
 
 def test_show_reads_the_configuration_of_the_wheel(python: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from oracle_cases import PYTHON
 from engine.core.options import SchedulerLimits
 from harness.oracle.check import VllmProcess, settings_of
 from harness.twin import pagetwin_probe as probe
+from harness.twin import probe_log
 
 PROBE = Path(probe.__file__)
 CPU_PYTHON = os.environ.get("PAGETWIN_VLLM_CPU")
@@ -245,3 +246,7 @@ def whole_lines(folder: Path) -> list[dict[str, Any]]:
     """The lines that are written to their ends."""
     text = "".join(path.read_text() for path in sorted(folder.glob("*")))
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def test_the_probe_writes_the_format_that_is_read() -> None:
+    assert probe.FORMAT == probe_log.FORMAT
